@@ -35,19 +35,6 @@ class Slow(Words):
         return super().step(response, rng)
 
 
-class Wrapped(Slow):
-    """The same, by methods that a decorator has made into others: a plain one that returns what is
-    to be awaited, and one of the class."""
-
-    @staticmethod
-    def reset(prompt, rng):
-        return " the film"
-
-    def step(self, response, rng):
-        self.last = 1
-        return super().step(response, rng)
-
-
 class Shared(Words):
     """Its objects have a lock in common, which is always wanted by several."""
 
@@ -66,15 +53,6 @@ class Meeting(Words):
 
     async def step(self, response, rng):
         await self.barrier.wait()
-        return None, 1.0, True
-
-
-class Working(Words):
-    """Async, and keeps the processor busy after it has waited."""
-
-    async def step(self, response, rng):
-        await asyncio.sleep(0)
-        time.sleep(0.01)
         return None, 1.0, True
 
 
@@ -209,21 +187,6 @@ class Lookup:
         """
         self.found += 1
         return f"{name} is good"
-
-
-class Walk:
-    """An environment of TRL's with an async tool whose name is that of our own method."""
-
-    def reset(self, **row):
-        return None
-
-    async def step(self, way: str) -> str:
-        """Go on.
-
-        Args:
-            way: whereto.
-        """
-        return f"you went {way}"
 
 
 def found(completions, environments, **_):

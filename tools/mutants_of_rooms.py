@@ -52,8 +52,9 @@ SUPERVISED = (
          "rejected + margins)", "test_the_loss_and_the_calibration_by_hand"),
         ("scores_not_centred", "supervised/reward_model_task.py", "(chosen + rejected) ** 2",
          "(chosen - rejected) ** 2", "test_the_loss_and_the_calibration_by_hand"),
-        ("bins_shifted", "supervised/reward_model_task.py", "(sure * BINS).long()",
-         "(sure * BINS + 0.5).long()", "test_the_loss_and_the_calibration_by_hand"),
+        ("sureness_not_compared", "supervised/reward_model_task.py",
+         "index_add_(0, bins, right - sure)", "index_add_(0, bins, right)",
+         "test_the_loss_and_the_calibration_by_hand"),
         ("tie_is_wrong", "supervised/reward_model_task.py", "(margins.sign() + 1) / 2",
          "(margins > 0).float()",
          "test_swapped_pairs_give_one_less_the_accuracy_and_a_tie_is_one_half")),
@@ -67,10 +68,9 @@ SUPERVISED = (
          "test_noise_is_of_the_seed_the_example_and_the_epoch_alone"),
         ("loss_of_an_example", "supervised/sft_task.py", "loss = nll / count",
          "loss = nll / len(measured)", "test_evaluation_is_the_oracles_whatever_the_passes"),
-        ("same_noise_each_epoch", "supervised/sft_task.py",
-         "replace(plan, atoms=(plan.atoms, state.episodes))",
-         "replace(plan, atoms=(plan.atoms, 0))",
-         "test_noise_is_of_the_seed_the_example_and_the_epoch_alone")),
+        ("data_shuffled_always", "supervised/supervised_task.py",
+         "shuffle=self.cfg.data.shuffle", "shuffle=True",
+         "test_the_order_is_drawn_once_an_epoch")),
 )
 
 ENVIRONMENTS = (
@@ -86,8 +86,8 @@ ENVIRONMENTS = (
         ("endless_expressions", "environments/shipped.py", "len(expression) > LONGEST",
          "len(expression) > 100 * LONGEST",
          "test_what_the_calculator_can_not_do_is_an_observation"),
-        ("answer_is_a_tool_call", "environments/shipped.py", 'if tool != "calc":',
-         'if tool not in ("calc", "3"):', "test_any_other_turn_is_the_answer")),
+        ("answer_ends_nothing", "environments/shipped.py", "Step(reward=right, done=True)",
+         "Step(reward=right)", "test_any_other_turn_is_the_answer")),
     *noticed_by(
         "unit/test_environments.py",
         ("infinite_reward", "environments/env_calls.py",
@@ -146,8 +146,8 @@ MODELS = (
          "log_ratio.mul_((log_p - log_ratio).exp_()).sum(-1)", DEFINITIONS),
         ("gradient_without_the_target", "models/head.py",
          "grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])", "grad", DEFINITIONS),
-        ("capped_at_one", "models/head.py", ".tanh_().mul_(self.cap)\n", ".tanh_()\n",
-         "test_models_of_other_habits_are_trained")),
+        ("cap_without_temperature", "models/head.py", "tanh_().mul_(cap / temperature)",
+         "tanh_().mul_(cap)", DEFINITIONS)),
     *noticed_by(
         "unit/test_token_budget.py",
         ("budget_ignored", "models/passes.py", "rows, tokens // max(int(lengths[order[start]]), 1)",

@@ -138,22 +138,6 @@ def test_a_page_is_whole_quiet_and_readable(chromium, pages, name, width, scheme
     page.close()
 
 
-def test_colours_follow_the_scheme_while_the_page_is_open(chromium, pages):
-    page = chromium.new_page(color_scheme="light")
-    page.goto(pages["plain"].as_uri())
-    seen = []
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        page.wait_for_timeout(200)
-        seen.append(page.evaluate("""() => {
-          const canvas = document.querySelector('canvas');
-          const [x, y] = [canvas.width, canvas.height];
-          return [getComputedStyle(document.body).backgroundColor,
-            canvas.getContext('2d').getImageData(0, 0, x, y).data.reduce((a, b) => a + b, 0)]}"""))
-    page.close()
-    assert all(one != other for one, other in zip(*seen, strict=True))
-
-
 def hover(page, step: float) -> list[str]:
     """What the first chart's legend says with the pointer at a step of forty."""
     box = page.locator(".u-over").first.bounding_box()

@@ -121,13 +121,15 @@ def assert_same_up_to_rounding(run_dir: Path, other: Path) -> None:
     ("rollout.token>2@30+:oom", ["rollout of 5 rows at once: out of memory; going on with 2 "
                                  "(ppo.chunk_size=2 starts so)"], {"rollout": 2.0}),
     # evaluation, 4 prompts, comes first
-    ("rollout.token>1:oom", ["evaluation of 4 rows at once: out of memory; going on with 2",
-                             "evaluation of 2 rows at once: out of memory; going on with 1",
-                             "rollout of 5 rows at once: out of memory; going on with 2",
-                             "rollout of 2 rows at once: out of memory; going on with 1"],
-     {"rollout": 1.0, "evaluation": 1.0}),
-    ("scoring.forward>2@3+:oom", ["scoring of 4 rows at once: out of memory; going on with 2 "
-                                  "(ppo.micro_batch_size=2 starts so)"], {"scoring": 2.0}),
+    pytest.param("rollout.token>1:oom", [
+        "evaluation of 4 rows at once: out of memory; going on with 2",
+        "evaluation of 2 rows at once: out of memory; going on with 1",
+        "rollout of 5 rows at once: out of memory; going on with 2",
+        "rollout of 2 rows at once: out of memory; going on with 1"],
+     {"rollout": 1.0, "evaluation": 1.0}, marks=pytest.mark.slow),
+    pytest.param("scoring.forward>2@3+:oom", [
+        "scoring of 4 rows at once: out of memory; going on with 2 "
+        "(ppo.micro_batch_size=2 starts so)"], {"scoring": 2.0}, marks=pytest.mark.slow),
     ("optimize.backward>1:oom", ["optimize of 4 rows at once: out of memory; going on with 2",
                                  "optimize of 2 rows at once: out of memory; going on with 1"],
      {"optimize": 1.0})])
@@ -153,7 +155,8 @@ def test_what_does_not_fit_is_made_anew_with_half_the_rows(fault, said, figure, 
     assert "out of memory" in (world / "runs/r/ppocli.log").read_text()
 
 
-@pytest.mark.parametrize("fault", ["rollout.token>0@40+:oom", "optimize.forward>0@9+:oom"])
+@pytest.mark.parametrize("fault", [
+    pytest.param("rollout.token>0@40+:oom", marks=pytest.mark.slow), "optimize.forward>0@9+:oom"])
 def test_where_one_row_is_too_much_the_run_stops_with_numbers(fault, command, inject, world):
     inject(fault)
     ended = command(*words("run_name=r", *WORDS), code=8)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli, read_json, save_lm, stable_rows
+from helpers import ppocli, read_json
 from runs import words
 
 
@@ -49,21 +49,6 @@ def test_a_broken_model_folder_is_refused_with_what_is_wrong(breaking, command, 
     assert "lm" in ended.err
     assert "where: model" in ended.err
     assert not (world / "runs").exists()
-
-
-def test_a_missing_pad_token_is_said_and_gives_the_same_run_as_a_pad_of_its_own(command, world):
-    """What pads is never seen by the model, so that the numbers can't depend on it."""
-    for name, pad in (("own", True), ("eos", False)):
-        save_lm(world / name, pad=pad)
-        ended = command(*words(f"model.path={name}", f"run_name=run-{name}", "ppo.num_steps=2"))
-        assert ended.code == 0, ended.said
-    assert "has no pad token: its EOS '<eos>' pads" in ended.out
-    assert stable_rows(world / "runs/run-own/metrics.jsonl") == stable_rows(
-        world / "runs/run-eos/metrics.jsonl")
-    # a response that ended has its EOS counted, and the padding after it isn't
-    rows = jsonl(world / "runs/run-eos/samples.jsonl")
-    assert all(1 <= row["response_tokens"] <= 8 for row in rows)
-    assert all(row["finished"] or row["response_tokens"] == 8 for row in rows)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command
     assert [row["step"] for row in jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("lr", ["1e4", "1e38"])
+@pytest.mark.parametrize("lr", [pytest.param("1e4", marks=pytest.mark.slow), "1e38"])
 def test_a_learning_rate_that_blows_up_never_saves_a_broken_policy(lr, command, world):
     ended = command(*words("run_name=r", f"ppo.optimizer.lr={lr}", "ppo.max_grad_norm=null",
                            "ppo.ratio_threshold=null", "ppo.optimizer.name=sgd"))
@@ -61,7 +61,7 @@ def push_eos(lm: Path, logit: float) -> None:
 
 
 @pytest.mark.parametrize(("logit", "length", "hint"), [
-    (100.0, 1.0, "Every response is empty for 3 steps"),
+    pytest.param(100.0, 1.0, "Every response is empty for 3 steps", marks=pytest.mark.slow),
     (-100.0, 8.0, "Every response ran to the full 8 tokens for 3 steps")])
 def test_responses_that_end_at_once_or_never_stay_finite_and_are_told(logit, length, hint, command,
                                                                       world):

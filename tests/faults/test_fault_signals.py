@@ -38,6 +38,7 @@ def test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly(
     assert_equal_runs(reference, folder)
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_closing_publication_comes_too_late(command, inject, reference, world):
     inject("export.before_rename:term")
     command(*words("run_name=r", stateful=True), code=0)

@@ -75,9 +75,9 @@ def stranger(finished: Path, here: Path, mark: Path) -> Path:
 # Code ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("given", [
-    "eval dl/run", "generate dl/run -p it --score", "resume dl/run ppo.num_steps=9",
-    "serve-reward resume=dl/run --port 0", "validate resume=dl/run", *map(slow, (
-        "resume dl/run --dry-run", "train resume=dl/run"))])
+    "eval dl/run", "resume dl/run ppo.num_steps=9", *map(slow, (
+        "generate dl/run -p it --score", "serve-reward resume=dl/run --port 0",
+        "validate resume=dl/run", "resume dl/run --dry-run", "train resume=dl/run"))])
 def test_a_strangers_run_runs_nothing_that_it_names(given, stranger, app, mark):
     done = app(*given.split(), code=5)
     assert not mark.exists()
@@ -88,9 +88,9 @@ def test_a_strangers_run_runs_nothing_that_it_names(given, stranger, app, mark):
 
 
 @pytest.mark.parametrize("given", [
-    "report dl/run", "compare dl/run dl/other", "watch dl/run --json", "runs list dl",
-    "generate dl/run -p it", *map(slow, (
-        "plot dl/run", "export dl/run", "generate dl/run -p it --reward keyword "
+    "report dl/run", "generate dl/run -p it", *map(slow, (
+        "compare dl/run dl/other", "watch dl/run --json", "runs list dl", "plot dl/run",
+        "export dl/run", "generate dl/run -p it --reward keyword "
         "reward.kwargs.words=[it] reward.metric_fn=null"))])
 def test_what_needs_no_code_goes_on_without(given, stranger, app, mark):
     shutil.copytree(stranger, stranger.parent / "other", symlinks=True)
@@ -99,9 +99,10 @@ def test_what_needs_no_code_goes_on_without(given, stranger, app, mark):
 
 
 @pytest.mark.parametrize("given", [
-    "eval dl/run --reward length reward.kwargs.target=3 reward.metric_fn=null",
-    "generate dl/mine -p it --against dl/run", "export dl/run", *map(slow, (
-        "generate dl/run -p it", "resume dl/run reward.fn=length reward.metric_fn=null",
+    "export dl/run", *map(slow, (
+        "eval dl/run --reward length reward.kwargs.target=3 reward.metric_fn=null",
+        "generate dl/mine -p it --against dl/run", "generate dl/run -p it",
+        "resume dl/run reward.fn=length reward.metric_fn=null",
         "estimate resume=dl/run reward.fn=length reward.metric_fn=null"))])
 def test_a_models_own_code_needs_trust_as_well(given, stranger, app):
     shutil.copytree(stranger, stranger.parent / "mine", symlinks=True)
@@ -297,8 +298,9 @@ def test_further_processes_are_told_what_a_recipe_names(recipes, here):
 # Interpolations -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("given", [
-    "report runs/mine", "export runs/mine", "eval runs/mine", "resume runs/mine", *map(slow, (
-        "generate runs/mine -p it", "plot runs/mine", "compare runs/mine runs/mine",
+    "eval runs/mine", *map(slow, (
+        "report runs/mine", "export runs/mine", "resume runs/mine", "generate runs/mine -p it",
+        "plot runs/mine", "compare runs/mine runs/mine",
         "watch runs/mine"))])
 def test_a_runs_configuration_reads_nothing_of_mine(given, finished, app, monkeypatch, here):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
@@ -321,8 +323,9 @@ def test_a_text_that_looks_like_an_interpolation_stays_text(text, tmp_path):
 # Links --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", [
-    ".lock", "ppocli.log", "events", "checkpoints", "events/x", *map(slow, (
-        "metrics.jsonl", "samples.jsonl", "checkpoints/superseded", "checkpoints/step-000004",
+    ".lock", "checkpoints", *map(slow, (
+        "ppocli.log", "events", "events/x", "metrics.jsonl", "samples.jsonl",
+        "checkpoints/superseded", "checkpoints/step-000004",
         "trackers", "trackers/output.log", "summary.json", "nonfinite-dump"))])
 def test_nothing_is_written_through_a_link(name, finished, app, here):
     outside = here / "outside"

@@ -335,15 +335,3 @@ def test_best_is_forgotten_when_another_figure_is_asked_for(command, stopped):
     command(f"resume={stopped}", "checkpoint.metric=metrics/words", code=0)
     best = read_json(stopped / "summary.json")["best"]
     assert (best["name"], best["step"]) == ("metrics/words", 4)
-
-
-def test_figures_that_do_not_exist_are_saved_as_null(command, world):
-    """A reward that never applies has no mean; that must not keep a checkpoint from being made."""
-    (world / "never.py").write_text("def never(outputs, **_):\n    return [None] * len(outputs)\n")
-    command(*words("run_name=r", "ppo.num_steps=1", "reward.fn=null",
-                   "reward.fns.a.fn=rewards.py:plain", "reward.fns.b.fn=never.py:never"), code=0)
-    row = jsonl(world / "runs/r/metrics.jsonl")[-1]
-    assert row["reward/b"] is None
-    assert row["eval/reward/a"] is not None
-    state = read_json(world / "runs/r/checkpoints/latest/state.json")
-    assert state["eval_last"]["reward/b"] is None

@@ -82,14 +82,6 @@ def test_versions_outside_our_bounds(tmp_path, monkeypatch):
     assert "typer 0.99.0 (needs <0.31,>=0.26)" in check.text
 
 
-@pytest.mark.parametrize(("free", "verdict"), [
-    (10**8, "fail"), (10**9, "warning"), (10**10, "ok")])
-def test_a_disk_that_is_nearly_full(free, verdict, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.atomic, "free_bytes", lambda path: free)
-    check = doctor.disk(tmp_path)
-    assert (check.verdict, check.fix is None) == (verdict, verdict == "ok")
-
-
 def test_a_hub_that_answers_and_one_out_of_reach(tmp_path, monkeypatch):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTP_PROXY", "http_proxy",
                  "ALL_PROXY", "all_proxy"):

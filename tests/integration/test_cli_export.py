@@ -20,9 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm import Server
 
 import ppocli
-from ppocli.config.schema import ModelConfig
-from ppocli.errors import InputError
-from ppocli.models.loading.language_model import load_lm
 from ppocli.publish.card import PLACEHOLDER, user_text
 from ppocli.runs.run_folder import lock_beside
 
@@ -130,13 +127,6 @@ def test_what_differs_is_not_published(here, export, inject):
     assert names(here) == {"lm"}
 
 
-def test_without_matplotlib_an_export_has_no_curve(finished, export, here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    export(str(finished), "-o", "plain", code=0)
-    assert names(here / "plain") == FILES - {"curve.svg"}
-    assert "curve.svg" not in (here / "plain/README.md").read_text()
-
-
 def test_a_bare_model_folder(here, export):
     lm = save_talker(here / "lm", tie_word_embeddings=True)
     tokenizer = AutoTokenizer.from_pretrained(lm)
@@ -155,22 +145,6 @@ def test_a_bare_model_folder(here, export):
     (here / "half/additional_chat_templates/mine.jinja").write_text("{{ mine }}")
     assert "(additional_chat_templates/mine.jinja)" in export(
         "./lm", "-o", "half", "--overwrite", code=2).err
-
-
-def test_own_code_of_a_bare_model_runs_where_it_is_trusted(here, export):
-    lm = save_lm(here / "lm", "llama")
-    (lm / "own.py").write_text("from transformers import LlamaConfig, LlamaForCausalLM as Llama\n"
-                               "class Config(LlamaConfig):\n    model_type = 'own'\n"
-                               "class LM(Llama):\n    config_class = Config\n")
-    config = read_json(lm / "config.json")
-    (lm / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": {
-        "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.LM"}}))
-    with pytest.raises(InputError) as refused:
-        load_lm(ModelConfig(path=str(lm)))
-    assert refused.value.fix == "if you trust that code: model.trust_remote_code=true"
-    assert "fix:   if you trust that code: --trust" in export("./lm", "-o", "x", code=3).err
-    assert export("./lm", "-o", "x", "--trust").code == 0
-    assert (here / "x/own.py").is_file()
 
 
 def test_nothing_is_overwritten_unasked(finished, export, here):

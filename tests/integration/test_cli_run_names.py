@@ -3,15 +3,13 @@ damaged."""
 
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, jsonl, read_json, save_lm
-from runs import copied, spawn, wait_for, whole_copy, words
+from helpers import jsonl, read_json, save_lm
+from runs import spawn, wait_for, whole_copy, words
 
 from ppocli.cli.follow import find_watched
 from ppocli.cli.train import resume_words
@@ -106,50 +104,6 @@ def test_without_any_run_the_first_is_proposed(here, app):
 
 
 # ------------------------------------------------------------------------------------ damage
-
-LOOK = """
-import sys
-from pathlib import Path
-from ppocli.cli.follow import find_watched
-from ppocli.cli.plot import compare
-from ppocli.cli.runs import print_runs, prune_runs
-from ppocli.cli.sweep_show import show_sweep
-from ppocli.runs.target import find_run
-try:
-    list(Path("runs/shut").iterdir())
-    sys.exit("it can be read")
-except PermissionError:
-    pass
-print_runs(None, False)
-prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
-           yes=False, as_json=False)
-show_sweep(None, "reward", False)
-find_watched(None)
-find_run(None, say=print)
-compare(["done", "kl/0"], "", None, False, False)
-"""
-
-
-def test_folders_that_cannot_be_read_are_passed_over(place):
-    for name in ("shut", "done/eval", "kl/1"):
-        (place / "runs" / name).mkdir(mode=0, exist_ok=True)
-    copied(place / "runs/kl/0", place / "runs/closed", 2)
-    (place / "runs/closed").chmod(0)
-    whole_copy(place / "runs/kl/0", place / "runs/half")
-    (place / "runs/half/checkpoints").chmod(0)
-    powers = []
-    if os.geteuid() == 0:  # whom a mode doesn't stop
-        if shutil.which("setpriv") is None:
-            pytest.skip("root can read every folder, and setpriv is missing")
-        powers = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"]
-    done = subprocess.run([*powers, sys.executable, "-c", LOOK], cwd=place, env=environment(),
-                          text=True, capture_output=True, check=False)
-    for name in ("shut", "done/eval", "kl/1", "closed", "half/checkpoints"):
-        (place / "runs" / name).chmod(0o755)
-    assert done.returncode == 0, done.stderr
-    assert "runs/half is left alone: it can't be read: Permission denied\n" in done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()[1:4]} == {"done", "half", "kl/0"}
-    assert "closed" not in done.stdout + done.stderr
 
 
 def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, app):

@@ -246,6 +246,15 @@ def test_only_old_ones(runs, prune):
         "--older-than", "7 weeks", code=2).err
 
 
+def test_leftovers_of_a_killed_prune_go(runs, prune):
+    left = runs / ".discarded-gone-0123abcd"
+    shutil.copytree(runs / "failed", left)
+    (runs / ".discarded-mine").mkdir()
+    prune("--failed")
+    assert not left.exists()
+    assert (runs / ".discarded-mine").exists()
+
+
 def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, prune, monkeypatch):
     owners = []
 

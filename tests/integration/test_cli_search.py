@@ -26,7 +26,7 @@ from ppocli.runs.search import (
     objectives,
     open_study,
 )
-from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
+from ppocli.runs.sweeps import JobRecord, read_sweep
 
 RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",
           "ppo.gamma=1.0,0.9")
@@ -154,20 +154,6 @@ def test_a_figure_that_no_job_has_ends_the_search(tmp_path):
     with pytest.raises(ConfigError, match=r"reward_men is not among .* job 0's .*: reward_mean"):
         _tell(study, study.ask(), done, tmp_path, ["reward_men"])
     assert [trial.value for trial in study.trials] == [2.0, None]
-
-
-def test_the_command_of_the_best_job_is_a_run_of_its_own(tmp_path, app):
-    study = open_study(tmp_path, ["maximize"])
-    study.set_user_attr(METRICS, ["reward_mean"])
-    study.tell(study.ask(), 1.0)
-    given = ("+recipe=mine", "run_name=s", "resume=auto", "seed=1")
-    jobs = (JobRecord(0, given, ("seed=1",), "finished"), JobRecord(1, given, (), "failed"))
-    write_sweep(SweepRecord(tmp_path, ("-m", "--config-dir", "other", *given[:3], "seed=1,2"),
-                            str(tmp_path), False, jobs))
-    assert findings(read_sweep(tmp_path))["command"] == \
-        "ppocli train +recipe=mine seed=1 --config-dir other"
-    write_sweep(SweepRecord(tmp_path, (), str(tmp_path), False, jobs[1:]))
-    assert "go on with" not in app("sweep", "show", tmp_path, code=0).err
 
 
 def test_without_optuna(world, command, monkeypatch):

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import jsonl, ppocli, read_json
-from runs import Command, copied, rewrite, spawn, wait_for, whole_copy, words
+from runs import Command, copied, spawn, wait_for, whole_copy, words
 
 from ppocli.cli import sweep_jobs as module
 from ppocli.config.config_yaml import read_config
@@ -220,24 +220,6 @@ def test_a_setting_counts_from_the_job_on_that_takes_it(sweep, resume, monkeypat
     after = read_sweep(sweep).words
     assert {*before} - {*after} == {"ppo.num_steps=4"}
     assert {*after} - {*before} == {"ppo.total_episodes=60"}
-
-
-@pytest.mark.slow
-def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, reference, command,
-                                                                    monkeypatch):
-    started = []
-
-    def refuse(checked, caller):
-        started.append(checked.config)
-        raise CheckpointError("no")
-
-    monkeypatch.setattr(module, "launch", refuse)
-    rewrite(sweep / "0", {str(reference.parents[1]): str(Path.cwd())})
-    given = words("seed=0", "hydra.sweep.dir=runs/sweep-1", "resume=auto", stateful=True)
-    ended = command("-m", *given)
-    assert (ended.code, started) == (0, []), ended.err
-    ended = command("-m", *given, "reward.timeout=77", code=11)
-    assert [config.reward.timeout for config in started] == [77]
 
 
 def test_a_sweep_never_replaces_another(sweep, command):

@@ -204,6 +204,16 @@ def test_a_file_that_is_cut_and_grows_between_two_looks(replaced, tmp_path):
     assert tail.poll() == (0, [])
 
 
+def test_a_run_of_another_machine_is_followed_by_its_lock(finished, capsys):
+    (finished / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot": "b",
+                                                "started": 5}))
+    one = Watched(capsys, finished)
+    one.wait_for(lambda: "step 4/4" in one.out)
+    assert one.code is None
+    one.end()
+    assert "finished" in one.err
+
+
 def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):
     hold(finished)
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}

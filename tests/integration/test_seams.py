@@ -2,7 +2,6 @@
 two ranks under ZeRO 2, memory that runs out, kill -9 and resume."""
 
 import functools
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -247,19 +246,3 @@ def test_what_a_class_lacks_is_said_before_a_model_loads(word, code, said, here,
     tried = [one for one in tried if word.startswith("rollout") or "kwargs" not in one]
     assert said in command(*tried, code=code).err
     assert said in validate(*tried, code=code).err
-
-
-def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, app):
-    (here / "least.py").write_text(
-        "from pairs_task import Pairs\n\n\nclass Least(Pairs):\n"
-        "    lower_is_better = frozenset({'margin_mean'})\n")
-    command(*words("task", "run_name=least", "task.fn=least.py:Least", "eval.every_steps=1",
-                   "checkpoint.metric=margin_mean"), code=0)
-    told = {row["step"]: row["eval/margin_mean"]
-            for row in jsonl(here / "runs/least/metrics.jsonl")}
-    assert min(told.values()) < max(told.values())
-    [listed] = json.loads(app("runs", "list", "--json", code=0).out)
-    assert (listed["best"], listed["best_step"]) == min((told[step], step) for step in told)
-    # the start has no checkpoint
-    summary = read_json(here / "runs/least/summary.json")
-    assert summary["best"]["metric"] == min(told[step] for step in told if step)

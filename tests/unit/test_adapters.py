@@ -1,13 +1,11 @@
 """LoRA, prefix and prompt tuning: what PEFT computes and writes, and what holds of every run."""
 
-import json
 import shutil
 from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import mostly_slow, save_lm
-from safetensors.torch import load_file, save_file
 from sessions import (
     experience_of,
     load_session,
@@ -29,8 +27,6 @@ from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.launch.input_checks import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import AdapterReference
-from ppocli.ppo.caller_samples import token_ids
-from ppocli.ppo.ppo_task import PPOTask
 from ppocli.runs.model_files import adapter_at
 from ppocli.training.optimizers import named_trainable
 
@@ -38,7 +34,6 @@ pytestmark = pytest.mark.long
 
 KINDS = ["lora", "prefix", "prompt"]
 SHAPES = ["gpt2", "llama"]
-BOTH = [(kind, shape) for kind in KINDS for shape in SHAPES]
 
 
 def adapter(kind: str, **fields) -> dict:
@@ -113,6 +108,7 @@ def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
         assert rolled(cfg).kl.abs().max() <= largest
 
 
+@pytest.mark.slow
 def test_dropout_is_on_in_updates_alone(tmp_path):
     """It leaves the logprobs of both sources the same, and the generators of the reward."""
     found = {}
@@ -192,15 +188,6 @@ def saved(made, tmp_path):
         file = tmp_path / "saved/policy" / name
         file.write_text(file.read_text().replace(str(made), str(tmp_path)))
     return tmp_path / "saved"
-
-
-def test_the_layers_of_an_adapter_are_written_in_order(tmp_path):
-    """PEFT keeps them in a set, whose order is another one in each process."""
-    layers = ["v_proj", "q_proj", "up_proj", "o_proj", "gate_proj", "k_proj", "down_proj"]
-    with session_of(config_of(tmp_path, shape="llama", fields={"target_modules": layers})) as own:
-        PPOTask(own).saved.describe(tmp_path)
-    found = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert found["target_modules"] == sorted(layers)
 
 
 def test_lora_on_an_encoder_decoder(tmp_path):
@@ -297,16 +284,6 @@ def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
         assert rollout.kl.abs().max() > 1e-3
 
 
-def test_a_reference_that_has_an_adapter_is_known_by_it(tmp_path, saved):
-    digests = set()
-    file = saved / "policy/adapter_model.safetensors"
-    for scale in (1.0, 2.0):
-        save_file({name: scale * tensor for name, tensor in load_file(file).items()}, file)
-        with session_of(start_of(tmp_path, saved, model__peft={"type": "lora"})) as session:
-            digests.add(session.reference_digest())
-    assert len(digests) == 2
-
-
 @pytest.mark.parametrize(("over", "error", "what"), [
     ({"model__peft": {"type": "lora", "r": 8}}, ConfigError, "peft.r is 8, but the adapter in"),
     ({"model__peft": adapter("prompt")}, ConfigError, "type is prompt, but the adapter in"),
@@ -363,22 +340,6 @@ def test_virtual_tokens_go_on_and_are_never_merged(tmp_path, kind):
     ("lora", {"modules_to_save": ["wte"]}, "covers the output embedding")])
 def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, fields, what):
     refused_session(config_of(tmp_path, kind, fields=fields), ConfigError, what)
-
-
-def test_what_peft_does_not_find_in_a_configuration_can_be_given(tmp_path):
-    save_lm(tmp_path / "lm", "xglm", ffn_dim=48)
-    told = refused_session(config_of(tmp_path, "prefix"), ConfigError)
-    assert told.fix == "give it: model.peft.num_attention_heads=N"
-    fields = {"num_attention_heads": 2}
-    with session_of(config_of(tmp_path, "prefix", fields=fields)) as session:
-        trained(session)
-
-
-def test_an_input_embedding_that_is_not_tied_may_be_covered(tmp_path):
-    fields = {"target_modules": ["q_proj", "embed_tokens"]}
-    with session_of(config_of(tmp_path, shape="llama", fields=fields)) as session:
-        assert token_ids(session, torch.tensor([4, 5]), "prompts") == [4, 5]
-        trained(session)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

@@ -12,7 +12,6 @@ from sessions import grads_of, session_of, small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.activations import NewGELUActivation
 from transformers.integrations import sdpa_attention
-from transformers.utils import logging
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
@@ -225,19 +224,6 @@ def test_what_a_mask_hides_adds_nothing_and_rows_that_see_nothing_stay_finite(
                                    atol=1e-1 if amp else 1e-5)
 
 
-def test_biases_that_hide_nothing_are_added(products):
-    heads = heads_of(5, 5)
-    for rows in (1, 3):
-        bias = torch.randn(rows, 1, 5, 5)
-        torch.testing.assert_close(attend(*heads, bias, scaling=0.7).double(),
-                                   in_double(*heads, bias, 0.7), rtol=1e-5, atol=1e-5)
-    assert len(products) == 2
-    own = torch.randn(1, 4, 5, 5)  # one for each head, as ALiBi: transformers' way
-    torch.testing.assert_close(attend(*heads, own).double(), in_double(*heads, own),
-                               rtol=1e-5, atol=1e-5)
-    assert len(products) == 2
-
-
 def test_without_a_mask_several_queries_are_causal_unless_told_otherwise(products):
     heads = heads_of(5, 5)
     causal = torch.ones(5, 5).tril().bool()[None, None]
@@ -309,29 +295,3 @@ def test_a_model_whose_attention_was_chosen_is_left_alone(tmp_path, wanted):
             assert all(type(layer.mlp.act) is NewGELUActivation for layer in lm.transformer.h)
         assert not takes_packed(session.policy.lm)
         assert not session.packs
-
-
-def test_attention_that_is_sparse_only_by_its_name_keeps_it():
-    """DeepSeek-V3.2 and its kin put what their indexer left out into the mask of "sdpa" alone."""
-    config = AutoConfig.for_model(
-        "glm_moe_dsa", vocab_size=40, hidden_size=32, intermediate_size=48, head_dim=8,
-        moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, n_routed_experts=2,
-        num_key_value_heads=4, num_experts_per_tok=1, n_shared_experts=1, kv_lora_rank=16,
-        q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, index_topk=4,
-        index_head_dim=16, index_n_heads=4, max_position_embeddings=64, pad_token_id=0)
-    lm, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.arange(3, 17)[None]
-    with torch.no_grad():
-        wanted = lm(tokens, use_cache=False).logits
-        ours.use_kernels(lm)
-        assert torch.equal(lm(tokens, use_cache=False).logits, wanted)
-    assert lm.config._attn_implementation == "sdpa"
-
-
-def test_attention_that_can_not_be_set_is_left_alone_in_silence(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(logging.get_logger("transformers.modeling_utils"), "warning",
-                        lambda text, *_, **__: said.append(text))
-    save_lm(tmp_path / "lm", "falcon")
-    lm = loaded(tmp_path / "lm")
-    assert lm.config._attn_implementation == "sdpa"
-    assert said == []

@@ -151,6 +151,32 @@ def test_prune_does_not_count_damaged_steps_as_kept(tmp_path: Path):
     assert len(names(tmp_path)) == 3, "nothing is deleted while nothing is valid"
 
 
+def test_prune_leaves_links_and_their_targets_alone(tmp_path: Path):
+    folder = tmp_path / "c"
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder / "step-000001").rename(tmp_path / "elsewhere")
+    (folder / "step-000001").symlink_to(tmp_path / "elsewhere")
+    assert prune(folder, 1, None) == ["step-000001 is a link and was left alone"]
+    assert names(folder) == ["step-000001", "step-000003"]
+    assert len(tree(tmp_path / "elsewhere")) == 5
+
+
+def test_a_failing_prune_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    rename = os.rename
+
+    def busy(source, target):
+        if Path(source).name == "step-000001":
+            raise OSError(16, "Device or resource busy", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", busy)
+    assert prune(tmp_path, 1, None) == ["step-000001 could not be deleted: Device or resource busy"]
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+
+
 def test_supersede_then_passing_it(tmp_path: Path):
     for step in (10, 20, 30):
         save(tmp_path, step)

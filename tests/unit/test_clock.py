@@ -18,7 +18,7 @@ from ppocli.errors import StoppedError
 from ppocli.launch.open_run_folder import open_folder
 from ppocli.launch.worker import run_worker
 from ppocli.runs.run_folder import finite_or_null
-from ppocli.training.state import Moment, PhaseClock, TrainState, in_words, profile
+from ppocli.training.state import Moment, PhaseClock, TrainState, profile
 from ppocli.training.task import PythonObjects
 
 CPU = torch.device("cpu")
@@ -88,11 +88,6 @@ def test_a_profile_has_shares_and_throughput():
                                           "tokens": 50, "tokens_per_second": 50.0}
     assert found["phases"]["optimize"]["tokens_per_second"] is None
     assert profile({}, {}, {}) == {"seconds": 0, "cpu_seconds": 0, "phases": {}}
-
-
-def test_the_time_in_words_begins_with_the_largest_phase():
-    told = in_words({"rollout": 1.0, "optimize": 2.99, "other": 0.01}, {"rollout": 4.0})
-    assert told == "4.0 s (optimize 75%, rollout 25%), CPU 4.0 s"
 
 
 def test_time_and_tokens_are_booked_and_survive_json():

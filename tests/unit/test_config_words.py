@@ -385,23 +385,3 @@ def test_changes_are_noted_beside_the_identity(run):
     assert [change["step"] for change in read_changes(run)] == [2, 3], "it went back behind one"
     accept_settings(run, None)
     assert read_changes(run) == [], "it has started afresh"
-
-
-def test_an_attempt_that_was_killed_is_noted_once(run):
-    ask(run, 0.5)
-    before = (run / "config.yaml").read_bytes()
-    accept_settings(run, 2)
-    (run / "config.yaml").write_bytes(before)
-    ask(run, 0.5)
-    accept_settings(run, 2)
-    assert len(read_changes(run)) == 1
-
-
-@pytest.mark.parametrize("text", [
-    "", "{", "[]", '{"changes": 1}', '{"changes": [1, {"step": "x"}]}', "[" * 100_000])
-def test_a_file_that_tells_none_has_none(run, text):
-    (run / "run.json").write_text(text)
-    assert read_changes(run) == []
-    ask(run, 0.5)
-    accept_settings(run, 2)
-    assert (run / "run.json").read_text() == text, "what is damaged stays as it is"

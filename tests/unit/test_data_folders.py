@@ -3,20 +3,17 @@
 import functools
 import http.server
 import importlib.util
-import operator
 import re
 
 import datasets
 import pytest
-from helpers import checked, ppocli, refused, running, write_jsonl
+from helpers import ppocli, running, write_jsonl
 from test_data_formats import NESTED, ROWS, load, rows_of, store
 from test_data_hub import closed_port, run_python
 from test_examples import data_config
 
-from ppocli.config.config_yaml import with_absolute_paths
 from ppocli.data.examples import read_examples
-from ppocli.data.sources import names_hub_dataset
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import InputError
 
 
 class QuietFiles(http.server.SimpleHTTPRequestHandler):
@@ -110,27 +107,6 @@ def test_patterns_read_all_that_matches(tmp_path, monkeypatch):
         assert [row["prompt"] for row in rows_of(pattern)] == expected, pattern
     with pytest.raises(InputError, match=r"No \.json, .* file matches b/x\*"):
         rows_of("b/x*")
-
-
-@pytest.mark.parametrize("key", ["prompts.path", "prompts.eval.path", "ppo.ptx.data.path"])
-def test_lists_of_paths(tmp_path, monkeypatch, key):
-    """Typed or in a file a list is one text, ``{a,b}``, and reads one after the other."""
-    monkeypatch.chdir(tmp_path)
-    for name in "abc":
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    base = ["model=reviews", "reward.fn=length", "reward.kwargs.target=3", "ppo.num_steps=1",
-             "ppo.ptx.coef=1"] + ["ppo.ptx.data.path=a.jsonl"] * ("ptx" not in key)
-    config = checked(*base, f"{key}=[b.jsonl,'[a]*.jsonl',who/rows]").config
-    path = operator.attrgetter(key)(config)
-    assert path == "{b.jsonl,[a]*.jsonl,who/rows}"
-    assert operator.attrgetter(key)(with_absolute_paths(config)) == (
-        f"{{{tmp_path}/b.jsonl,{tmp_path}/[a]*.jsonl,who/rows}}")
-    assert [row["prompt"] for row in rows_of("{b.jsonl,[a]*.jsonl}")] == ["b", "a"]
-    assert names_hub_dataset(path)
-    assert not names_hub_dataset("{b.jsonl,[a]*.jsonl}")
-    for wrong in ("[]", "[a.jsonl,'b,c.jsonl']"):
-        with refused(ConfigError, f"{key}: ", "a list of paths needs at least one"):
-            checked(*base, f"{key}={wrong}")
 
 
 URLS = """

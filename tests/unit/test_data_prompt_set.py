@@ -58,6 +58,11 @@ def test_bad_templates(template, what):
     assert caught.value.where == f"prompts.template={template!r}"
 
 
+def test_a_template_over_an_empty_cell():
+    with pytest.raises(InputError, match=r"needs column 'mood', which is empty in item 2 of"):
+        load([{"prompt": "it is", "mood": "good"}, "so"], template="{prompt} {mood}")
+
+
 def test_chat():
     tokenizer = words(front=True, chat=CHATML)
     messages = [{"role": "user", "content": "it is"}, {"role": "assistant", "content": "so ?"},
@@ -159,6 +164,19 @@ def test_overlong_prompts_are_dropped_where_that_is_asked_for():
         load([LONG, LONG], max_length=4, overlong="drop")
 
 
+def test_prompts_that_end_in_eos_are_pointed_out():
+    prompts = load(["it is", "good </s>", "so </s> end", "bad </s>"], words(front=True))
+    assert prompts.warnings == (
+        "2 prompts end in the EOS token </s> (the first: item 2 of prompts.items): to the model "
+        "the text is over before the response begins. Leave the token out if they should be "
+        "continued",)
+    assert load(["it is </s> so"], words(behind=True)).warnings == ()
+    # it is what the encoder of a pair gets anyway
+    whole = load_prompts(PromptsConfig(), words(behind=True), seed=0, max_prompt_tokens=9,
+                         items=["it is"], whole=True)
+    assert (whole.token_ids, whole.warnings) == ([ids("it is </s>")], ())
+
+
 def test_the_models_room_bounds_the_prompt():
     assert load([LONG], most=3).notes == ("1 prompt was longer than 3 tokens: cut on the left",)
     assert len(load([LONG], most=3, max_length=8).token_ids[0]) == 3
@@ -176,6 +194,12 @@ def test_length_sampler_keeps_the_first_tokens():
     assert load(["it is"], length_sampler=[4, 5]).texts == ["it is"]
     some = load([LONG] * 200, length_sampler=[2, 5], max_length=4, overlong="drop")
     assert [len(row) for row in some.token_ids] == [length for length in lengths if length < 5]
+
+
+def test_a_drawn_length_depends_on_seed_and_index_alone():
+    many, few, other = (load([LONG] * count, seed=seed, length_sampler=[1, 9]).token_ids
+                        for count, seed in ((50, 1), (30, 1), (50, 2)))
+    assert many[:30] == few != other[:30]
 
 
 def test_prompts_without_tokens_are_dropped_with_their_metadata():
@@ -245,6 +269,12 @@ def test_a_cursor_resumes_the_order(*, n, seed, start, first, second, shuffle):
     assert all(type(index) is int for index in whole)
 
 
+@given(n=sizes, seed=seeds, start=positions, count=st.integers(0, 90))
+def test_without_shuffling_prompts_come_in_their_own_order(n, seed, start, count):
+    order = prompt_indices(start, count, n=n, seed=seed, shuffle=False)
+    assert order == [position % n for position in range(start, start + count)]
+
+
 def test_seeds_and_epochs_differ():
     def epoch(number: int, seed: int) -> list[int]:
         return prompt_indices(number * 50, 50, n=50, seed=seed, shuffle=True)
@@ -277,6 +307,13 @@ def test_training_rows_are_processed_with_the_evaluation_keys():
     assert evaluation.columns == {"rare": [1, None]}
 
 
+def test_metadata_of_the_whole_source_is_known_to_its_evaluation_rows():
+    items = [{"prompt": "it is"}, {"prompt": "so", "rare": 5}]
+    cfg = PromptsConfig(columns=["rare"], eval=EvalPromptsConfig(limit=1))
+    assert load_both(cfg, items=items)[1].columns == {"rare": [None]}
+    assert load_both(cfg, items=items, eval_items=items)[1].columns == {"rare": [None]}
+
+
 def test_own_sources(tmp_path):
     train, other = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in NUMBERED))
@@ -293,6 +330,22 @@ def test_own_sources(tmp_path):
     own = EvalPromptsConfig(items=["it is", "so good"], limit=1)
     _, evaluation = load_both(PromptsConfig(path=str(train), limit=3, eval=own))
     assert evaluation.texts == ["it is"]
+
+
+def test_another_split_of_the_training_source(tmp_path):
+    (tmp_path / "train.txt").write_text("it is\nso good\n")
+    (tmp_path / "test.txt").write_text("".join(f"{'very ' * i}bad\n" for i in range(10)))
+    cfg = PromptsConfig(path=str(tmp_path), eval=EvalPromptsConfig(split="test", limit=2))
+    training, evaluation = load_both(cfg)
+    assert training.texts == ["it is", "so good"]
+    assert evaluation.texts == ["bad", "very very very very very bad"]
+
+
+def test_bos_alone_fills_the_evaluation_set():
+    training, evaluation = load_both(PromptsConfig(eval=EvalPromptsConfig(limit=5)))
+    assert len(training) == 1
+    assert evaluation.token_ids == [[0]] * 5
+    assert evaluation.texts == [""] * 5
 
 
 # Digest -------------------------------------------------------------------------------------------

@@ -103,6 +103,15 @@ def test_limit_counts_usable_prompts_and_stops_reading(tmp_path):
     assert prompts.notes == ("1 prompt was blank: dropped",)
 
 
+def test_relative_and_home_paths(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "p.jsonl")
+    write_jsonl(tmp_path / "imdb" / "rows.jsonl")  # a folder wins over a Hub name
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("p.jsonl", "./p.jsonl", "~/p.jsonl", "imdb", "./imdb"):
+        assert load(path).texts == TEXTS, path
+
+
 @pytest.mark.parametrize(("split", "expected"), [
     ("train", ["it is", "so good"]), ("test", ["bad film"]),
     ("test+train", ["bad film", "it is", "so good"])])
@@ -243,6 +252,14 @@ def test_any_content_loads_or_is_refused_as_input(tmp_path_factory, suffix, cont
         return
     assert len(prompts) == len(prompts.texts) >= 1
     assert all(prompts.token_ids)
+
+
+def test_an_endless_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppocli.data.files.MAX_LINE_BYTES", 2**20)
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"it is\n" + b"x" * (2**20 + 1))
+    with pytest.raises(InputError, match=r"Line 2 of p\.txt is longer than 1 MiB"):
+        load(path)
 
 
 def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):

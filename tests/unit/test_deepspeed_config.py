@@ -7,7 +7,7 @@ import pytest
 
 from ppocli.builtin.names import shipped_table
 from ppocli.config.deepspeed import deepspeed_config
-from ppocli.config.schema import HardwareConfig, PPOConfig, TaskConfig, TrainConfig
+from ppocli.config.schema import HardwareConfig, PPOConfig, TrainConfig
 from ppocli.errors import ConfigError
 
 # https://huggingface.co/docs/accelerate/usage_guides/deepspeed: ZeRO 3 with offloading
@@ -102,14 +102,6 @@ def test_files_that_contradict_the_settings(tmp_path, file, hardware, texts):
         given(tmp_path, file, **hardware)
     assert all(text in str(raised.value) for text in texts), raised.value
     assert raised.value.where == "hardware.deepspeed_config"
-
-
-def test_a_contradiction_names_the_section_of_the_task(tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 3,
-                                                  "optimizer": {"type": "AdamW"}}))
-    with pytest.raises(ConfigError, match=r"set sft\.optimizer[^@]*sft\.micro_batch_size decides"):
-        deepspeed_config(TrainConfig(task=TaskConfig(fn="sft"), hardware=HardwareConfig(
-            zero_stage=2, deepspeed_config=str(tmp_path / "ds.json"))))
 
 
 def test_the_command_shows_what_deepspeed_gets(command, world):

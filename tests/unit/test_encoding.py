@@ -148,29 +148,6 @@ def test_a_chatml_turn_is_trained_on_through_im_end_as_transformers_marks_it(mar
         assert not any(own["assistant_masks"][size:])
 
 
-CALLS = MARKED.replace("ENDMARK", "{% endgeneration %}{% if m.tool_calls %}{% generation %} so ?"
-                       "{% endgeneration %}{% endif %} </s>")
-CALL_TURN = {"role": "assistant", "content": "very bad", "tool_calls": [{"type": "function"}]}
-
-
-@pytest.mark.parametrize(("train_on", "first"), [("assistant", "[good </s>]"),
-                                                 ("completion", " good </s> ")])
-def test_a_turn_may_have_several_marks(train_on, first):
-    tokenizer = words(chat=CALLS)
-    data = load([{"messages": [*TALK[:3], CALL_TURN]}], tokenizer, train_on=train_on)
-    assert shown(data, tokenizer) == f"{FIRST}{first}{SECOND}[very bad so ? </s>]"
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_no_earlier_turn_stands_in_for_one_without_marks(split):
-    bare = CALLS.replace("{% generation %} so", " so").replace("?{% endgeneration %}", "?")
-    talk = [*TALK[:3], CALL_TURN | {"content": ""}]
-    row = {"prompt": talk[:3], "completion": talk[3:]} if split else {"messages": talk}
-    with pytest.raises(InputError, match="marks nothing as generated in what item 1 of"):
-        load([row], words(chat=bare.replace("%} {{ m.content", "%}{{ m.content")),
-             train_on="completion")
-
-
 def test_a_conversation_after_a_prompt_is_trained_on_and_its_prompt_is_the_one_ppo_sees():
     tokenizer = words(front=True, chat=CHATML)
     rows = [{"prompt": TALK[:1], "completion": TALK[1:]}, {"prompt": TALK[:3],

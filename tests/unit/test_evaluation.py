@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
-from ppocli.errors import CheckpointError, ConfigError
+from ppocli.errors import CheckpointError
 from ppocli.evaluate.eval_request import EvalRequest, new_folder, read_result, refuse_existing
 from ppocli.evaluate.statistics import (
     best_of_n,
@@ -169,14 +169,3 @@ def test_a_word_for_generation_counts_at_evaluation_too():
     assert EvalRequest(words=("prompts.shuffle=false",)).overrides(MODEL) == [
         "prompts.shuffle=false"]
     assert TrainConfig().generation.eval == EvalGenerationConfig()
-
-
-@pytest.mark.parametrize(("request_", "message"), [
-    (EvalRequest(min_reward=math.nan), "--min-reward nan is no finite number"),
-    (EvalRequest(name="a/b"), "--name a/b: a name is no path"),
-    (EvalRequest(limit=3, words=("prompts.eval.limit=4",)),
-     "--limit and prompts.eval.limit set the same thing"),
-])
-def test_contradictions_are_refused(request_, message):
-    with pytest.raises(ConfigError, match=message):
-        request_.check()

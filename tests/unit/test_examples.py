@@ -72,15 +72,6 @@ def test_the_columns_of_a_file_say_what_it_holds(tmp_path, suffix):
             assert (got.prompt, *said) == wanted[name]
 
 
-@pytest.mark.parametrize(("one", "other", "prompt"), [
-    ("Human: hi\n\nAssistant: yes", "Human: hi\n\nAssistant: yet", "Human: hi\n\nAssistant:"),
-    ("a b", "a b c", "a"), ("good", "bad", ""), ("a \n good", "a \n bad", "a")])
-def test_what_two_texts_begin_with_is_their_prompt(one, other, prompt):
-    (pair,) = read([{"chosen": one, "rejected": other}], "pairs").pairs
-    assert pair.prompt == prompt
-    assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (one, other)
-
-
 def test_columns_templates_chat_margins_and_limit():
     rows = [{"post": "a", "sub": "x", "summary": "b", "prompt": "no"}] * 3
     (got, _) = read(rows, columns={"prompt": "post", "completion": "summary"}, limit=2,

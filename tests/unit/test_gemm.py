@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.distributed import onednn
-from ppocli.distributed.backend import open_backend
 from ppocli.errors import ConfigError
 from ppocli.models import kernels as gemm
 from ppocli.runs import environment
@@ -181,17 +180,6 @@ def test_other_types_than_fp32_take_torch_s_own_product():
                        nn.functional.linear(x.bfloat16(), layer.weight))
 
 
-def test_weights_that_are_not_there_yet_only_have_shapes():
-    whole = nn.Sequential(nn.Linear(24, 40), conv1d(40, 8)).to("meta")
-    gemm.route_linears(whole)
-    out = whole(torch.empty(3, 24, device="meta"))
-    assert out.is_meta
-    assert out.shape == (3, 8)
-    assert gemm.product_of(whole[0]) is nn.functional.linear
-    with gemm.packed_weights(whole, torch.bfloat16):
-        assert all(part.packed is None for part in whole)
-
-
 @pytest.mark.skipif(onednn.probe(torch.bfloat16) is not None, reason="no oneDNN in bf16 here")
 def test_packed_weights_in_bf16_serve_inputs_of_any_type():
     whole = nn.Sequential(nn.Linear(24, 40), conv1d(40, 8))
@@ -255,18 +243,6 @@ def test_a_processor_without_products_in_bf16_takes_torch_s_own(monkeypatch):
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
-
-
-def test_a_run_in_bf16_on_a_processor_that_is_faster_in_fp32_is_told_so(monkeypatch, caplog):
-    assert 0 < onednn.bf16_gain() < 1000
-    with monkeypatch.context() as patch:
-        for gain, said in ((0.25, True), (0.8, False), (1.9, False)):
-            caplog.clear()
-            patch.setattr(onednn, "bf16_gain", lambda gain=gain: gain)
-            for precision in ("fp32", "bf16"):
-                with open_backend(HardwareConfig(device="cpu", precision=precision)):
-                    pass
-            assert ["4.0 times as long as in fp32" in m for m in caplog.messages] == [True] * said
 
 
 @pytest.mark.parametrize(("capability", "cpuinfo", "fitting"), [

@@ -88,15 +88,6 @@ raise SystemExit
     assert measured(f"settle_freed_memory(sharded=True)\n{grown}")[0] > 0.9 * SIZE
 
 
-@pytest.mark.parametrize("name", sorted({*_OTHERS} - {"LD_PRELOAD"}))
-def test_whoever_has_chosen_keeps_the_say(name):
-    """A setting that changes nothing of this, so that a process is as it was."""
-    value = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7",
-             "MALLOC_MMAP_MAX_": "65536"}.get(name, str(2**17))
-    kept, _ = measured("settle_freed_memory(sharded=False)", **{name: value})
-    assert kept < SIZE / 4
-
-
 @pytest.mark.slow
 def test_a_run_keeps_what_it_has_freed(world, monkeypatch):
     for name in _OTHERS:

@@ -126,6 +126,15 @@ def test_the_poll_is_asked_before_every_token_and_may_stop():
     assert len(calls) == 8 * len(set(LENGTHS))
 
 
+def test_the_models_own_generation_settings_do_not_leak_in():
+    lm = model("mamba")
+    wanted = sample(lm, Decoding.LIBRARY, {})
+    lm.generation_config.update(
+        top_k=1, temperature=0.1, do_sample=True, repetition_penalty=9.0, max_new_tokens=2,
+        suppress_tokens=[5, 6], eos_token_id=[7, 8, 9], num_beams=2, use_cache=False)
+    assert_same_responses(sample(lm, Decoding.LIBRARY, {}), wanted, atol=1e-5)
+
+
 def small(name):
     """A configuration of a kind that :func:`model_config` doesn't make."""
     shape = {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,

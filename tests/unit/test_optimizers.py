@@ -22,7 +22,6 @@ from sessions import (
 from ppocli.config.schema_training import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.input_checks import missing_inputs
-from ppocli.models.sharded_weights import slot_fits
 from ppocli.ppo.step import to_experience
 from ppocli.training.master_weights import joined, split
 from ppocli.training.optimizers import build_optimizer
@@ -170,18 +169,6 @@ def test_state_of_another_optimizer_is_refused(tmp_path):
     cfg.model.num_layers_unfrozen = 1
     with pytest.raises(CheckpointError, match="optimizer state"):
         two_steps(cfg, load=tmp_path / "saved")
-
-
-def test_which_shapes_of_state_fit():
-    assert slot_fits("exp_avg", (3, 4), (3, 4))
-    assert slot_fits("step", (), (3, 4))
-    assert not slot_fits("exp_avg", (4, 3), (3, 4))
-    assert slot_fits("row_var", (3, 1), (3, 4))
-    assert slot_fits("col_var", (1, 4), (3, 4))
-    assert not slot_fits("row_var", (1, 4), (3, 4))
-    assert slot_fits("absmax1", (3,), (6, 100))  # 600 numbers in blocks of 256
-    assert not slot_fits("absmax1", (2,), (6, 100))
-    assert slot_fits("qmap1", (256,), (6, 100))
 
 
 def test_without_bitsandbytes_the_extra_is_named(tmp_path, monkeypatch):

@@ -9,12 +9,9 @@ from helpers import mostly_slow, save_lm
 from sessions import grads_of, prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
-from ppocli.errors import InputError
 from ppocli.models.kernels import takes_packed
 from ppocli.models.layout import MULTIPLE, PACK_ABOVE, lay_out, packing_of_lengths, to_grid, to_pack
 from ppocli.models.loading.language_model import load_lm
-from ppocli.models.outline import models_of
-from ppocli.sampling.decoding import load_policy
 
 LORA = {"type": "lora", "r": 4}
 CASES = {
@@ -159,16 +156,6 @@ def test_windows_alibi_encoders_virtual_tokens_and_attention_of_their_own_take_n
         assert not takes_packed(session.policy.lm)
         assert not session.packs
         assert rollout_of(session).logprobs.isfinite().all()
-
-
-def test_a_model_of_images_and_text_packs_nothing_and_is_not_trained(tmp_path):
-    """Its windows are said in the configuration of its language model."""
-    save_lm(tmp_path / "lm", "gemma3")
-    cfg = small_config(tmp_path)
-    assert not takes_packed(load_lm(cfg.model).lm)
-    for refused in (lambda: models_of(cfg), lambda: load_policy(cfg.model, cfg.hardware, 0)):
-        with pytest.raises(InputError, match="reads more than text"):
-            refused()
 
 
 def test_a_model_that_runs_on_from_token_to_token_is_found_out(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from checkpoint_samples import save, start_python, tree, write_files
 
 from ppocli.errors import DiskError
+from ppocli.runs import faults
 from ppocli.runs.atomic import publish_folder, repair_published
 
 
@@ -65,6 +66,26 @@ def test_a_failed_publish_keeps_the_old_folder(tmp_path: Path):
         publish_folder(link, target)
     assert tree(target) == {"config.json": b"one", "sub/a.txt": b"one"}
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_disk_that_refuses_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target = tmp_path / "model"
+    publish_folder(write_model("one"), target)
+    plan = faults.parse("export.between_renames:enospc")
+    monkeypatch.setattr(faults, "point", faults.Point(plan))
+    with pytest.raises(DiskError, match="Disk full"):
+        publish_folder(write_model("two"), target)
+    assert tree(target)["config.json"] == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_publishing_over_a_link_leaves_its_target_alone(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("x")
+    (tmp_path / "model").symlink_to(tmp_path / "mine")
+    publish_folder(write_model("one"), tmp_path / "model")
+    assert not (tmp_path / "model").is_symlink()
+    assert tree(tmp_path / "mine") == {"x": b"x"}
 
 
 PUBLISH = """

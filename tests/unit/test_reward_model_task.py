@@ -29,7 +29,6 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import lay_out
 from ppocli.publish.console import row_lines
 from ppocli.rewards.reward_model import RewardModel
-from ppocli.runs.model_files import find_model
 from ppocli.supervised.reward_model_task import RewardModelTask, calibration_error, preference_loss
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
@@ -219,14 +218,6 @@ def run_of(tmp_path: Path) -> Path:
         saved(task, tmp_path / "run/model")
     (tmp_path / "run/run.json").write_text("{}")
     return tmp_path / "run"
-
-
-def test_a_run_stands_for_its_model(tmp_path, run_of):
-    assert find_model(str(run_of), key="model.path") == str(run_of / "model")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/run.json").write_text("{}")
-    with refused(InputError, "has written no model/ yet", "ppocli export"):
-        find_model(str(tmp_path / "other"), key="model.path")
 
 
 def test_ppo_starts_from_the_run_its_values_and_its_scale(tmp_path, run_of):

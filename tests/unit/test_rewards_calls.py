@@ -18,7 +18,6 @@ from ppocli.distributed.stop import StopRequested
 from ppocli.errors import RewardError, StoppedError
 from ppocli.rewards import guard
 from ppocli.rewards.scoring import build_metric, build_reward
-from ppocli.runs.daemon import awaited
 
 
 def test_an_exception_names_the_line_and_the_batch():
@@ -253,18 +252,6 @@ def test_a_call_that_blocks_holds_up_no_later_one():
     with pytest.raises(RewardError, match="still running after"):
         reward.score(request_of(2))
     assert reward.score(request_of(2)).scores == [1.0, 1.0]
-
-
-def test_threads_that_begin_together_have_one_event_loop():
-    """A semaphore that several wait for belongs to one."""
-    turns = asyncio.Semaphore(1)
-
-    async def one() -> None:
-        async with turns:
-            await asyncio.sleep(0.001)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: awaited(one(), "a test of its own"), range(16)))
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])

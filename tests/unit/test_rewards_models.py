@@ -27,7 +27,6 @@ from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
 from ppocli.ppo.ppo_task import PPOTask
 from ppocli.rewards.reward_model import RewardModel, StepRewardModel, TextClassifier
-from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
 WORDS = ["good", "bad", "film", "the", "a", "was", "plot", "very", "so", "dull"]
@@ -234,33 +233,6 @@ def test_steps_are_scored_up_to_their_ends(tmp_path):
     assert gains[2] == pytest.approx(wanted[2], abs=1e-5)
     assert StepRewardModel(str(folder), device="cpu")(**{**asked, "steps": [[], [], []]}) == [
         [], [], []]
-
-
-def test_several_reward_models_are_summed_each_with_its_own_arguments(tmp_path):
-    one, other = gpt2_rm(tmp_path / "one"), gpt2_rm(tmp_path / "other")
-    cfg = RewardConfig(step_separator=" ", fns={
-        "whole": {"fn": "reward_model", "kwargs": {"model": str(one), "device": "cpu"}},
-        "said": {"fn": "reward_model", "weight": 2.0,
-                 "kwargs": {"model": str(other), "on": "response", "device": "cpu"}},
-        "steps": {"fn": "step_reward_model", "kwargs": {"model": str(one), "device": "cpu"}}})
-    request = RewardRequest(["the "], ["good film"], [[1, 2, 3]], {}, None,
-                            steps=[["good ", "film"]], step_ends=[[0, 1]])
-    kind = GPT2ForSequenceClassification
-    step, whole = (raw_logits(one, kind, text)[0] for text in ("the good ", "the good film"))
-    said = raw_logits(other, kind, "good film")[0]
-    assert build_reward(cfg).score(request).dense[0] == pytest.approx(
-        [step, whole, whole + 2 * said], abs=1e-5)
-
-
-def test_the_model_is_frozen(tmp_path):
-    model = RewardModel(str(gpt2_rm(tmp_path / "m"))).model
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    half = RewardModel(str(tmp_path / "m"), dtype="bf16")
-    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
-    full = call(RewardModel(str(tmp_path / "m")), TEXTS)
-    assert call(half, TEXTS) == pytest.approx(full, abs=0.5)
 
 
 @pytest.mark.parametrize("kind", [RewardModel, TextClassifier])

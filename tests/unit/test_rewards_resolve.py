@@ -113,14 +113,6 @@ def test_a_file_never_gets_the_neighbour_of_another_one(write):
     assert score("first/scorer.py:f") == [2.0, 2.0]
 
 
-def test_how_to_try_an_import_goes_by_the_path_from_the_current_folder(write):
-    write("relatives/deep/r.py", "from .absent import x")
-    with refused(RewardError, "importable as relatives.deep.r; try: python -c 'import"):
-        score("relatives/deep/r.py:f")
-    with refused(RewardError, "importable; try: python -c 'import relatives.deep.r'"):
-        score("relatives.deep.r:f")
-
-
 def test_trlx_signature_unchanged(write):
     write("trlx_style.py", '''
         def reward_fn(samples, prompts, outputs, tokenizer, **metadata):

@@ -1,5 +1,6 @@
 """The lock of a run's folder."""
 
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,8 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.runs import run_folder
+from ppocli.runs import atomic, retention, run_folder
+from ppocli.runs.atomic import TEMPORARY_PREFIX, write_atomic
 from ppocli.runs.run_folder import live_owner, lock, lock_beside, reserved
 
 HOLD = """
@@ -157,3 +159,19 @@ def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
     with lock_beside(target.with_name("other"), ""):
         pass
     assert list(target.parent.iterdir()) == []
+
+
+def test_a_file_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
+    """Runs that start in one folder at one moment sweep it, each of them."""
+    locks, take = [], atomic.take
+
+    def late(descriptor: int, kind: int) -> bool:
+        locks.append(kind)
+        if len(locks) == 1:
+            retention.sweep(tmp_path, TEMPORARY_PREFIX)
+        return take(descriptor, kind)
+
+    monkeypatch.setattr(atomic, "take", late)
+    write_atomic(tmp_path / "note.txt", "mine")
+    assert locks.count(fcntl.LOCK_EX) == 1
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("note.txt", "mine")]

@@ -2,7 +2,6 @@ import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checkpoint_samples import start_python
@@ -109,18 +108,6 @@ def test_a_forked_worker_can_be_ended_by_its_parent_at_any_time():
             assert (worker.exitcode, stop.requested) == (-signal.SIGTERM, None)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == signal.SIGTERM
-
-
-def test_outside_the_main_thread_it_is_inert():
-    before = signal.getsignal(signal.SIGTERM)
-
-    def work() -> tuple:
-        with catch_signals() as stop:
-            stop.check()
-            return stop.requested, signal.getsignal(signal.SIGTERM)
-
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(work).result() == (None, before)
 
 
 def test_defer_holds_back_and_does_not_forget():

@@ -160,14 +160,6 @@ def test_tensorboard_that_can_not_write_is_left_out(folder, caplog):
     assert said.startswith("tensorboard: FileExistsError")
 
 
-def test_tensorboard_that_fails_later_is_named_once(folder, caplog):
-    with trackers.open_trackers(TrackingConfig(["tensorboard"]), folder) as (tracker,):
-        for step in range(3):
-            tracker.row({"step": step, "lr": 1.0, "no text/\udcff": 1.0})
-    (said,) = warnings_of(caplog)
-    assert said.startswith("tensorboard: ")
-
-
 def wandb_records(path: Path) -> list:
     """The records of a .wandb file: LevelDB's log format after seven bytes."""
     from wandb.proto import wandb_internal_pb2

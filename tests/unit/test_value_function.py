@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from helpers import DECODERS, SPECIAL, WORDS, model_config, refused, save_lm, snapshots
+from helpers import DECODERS, SPECIAL, WORDS, model_config, refused, save_lm
 from sessions import (
     count_letters,
     experience_of,
@@ -194,16 +194,6 @@ def test_what_does_not_fit_the_policy_is_refused_before_the_first_pass(
     keys = {"reference": {"ppo__kl_estimator": "full"}, "value": CRITICS["model"]}[role]
     cfg = small_config(tmp_path, **keys, **{f"model__{role}__path": str(tmp_path / name)})
     assert refused_session(cfg, InputError, message).where == f"model.{role}.path"
-
-
-def test_tokens_are_compared_in_the_revision_that_the_value_model_has(tmp_path, monkeypatch):
-    main, mine = snapshots(monkeypatch, tmp_path, "some/model", "main", "v1")
-    for folder in (main, mine):
-        save_lm(folder)
-    other_words(main)
-    cfg = small_config(tmp_path, model__path="some/model", model__revision="v1", **CRITICS["model"])
-    with session_of(cfg) as session:
-        assert isinstance(session.policy.value_trunk, ValueModel)
 
 
 def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):

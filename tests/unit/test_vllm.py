@@ -3,13 +3,11 @@ is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
 import math
-import time
 from typing import Any
 
 import pytest
 import torch
 from helpers import checked, model_config, refused, save_lm
-from runs import wait_for
 from safetensors.torch import save_file
 from sessions import rollout_of, session_of, set_keys, small_config
 from vllm_double import (
@@ -24,13 +22,11 @@ from vllm_double import (
     slow,
 )
 
-from ppocli.config.schema import RolloutConfig
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts
 from ppocli.sampling.sampler import GenerationModel
 from ppocli.sampling.token_choice import ROLLOUT
-from ppocli.sampling.vllm.server import Answer, Dealing, Lost, Server
 from ppocli.sampling.vllm.server_process import server_command
 
 GENERATE = "/inference/v1/generate"
@@ -191,33 +187,6 @@ def test_rows_of_a_dead_server_go_to_the_other_and_it_may_come_back(tmp_path, ca
         assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
         assert engines[1].version == engines[0].version
         assert engines[1].asked[GENERATE] > -99
-
-
-def test_rows_that_wait_are_asked_of_a_server_that_is_back():
-    """As rows ahead of their step may be, of a server that was away for a moment."""
-    server, tries = Server("http://127.0.0.1:9", RolloutConfig()), []
-
-    def ask(one: Server, row: int) -> Answer:
-        tries.append(row)
-        if len(tries) == 1:
-            raise Lost("a hiccup")
-        return Answer([row], [0.0], True, ["1"])
-
-    dealing = Dealing([server], ask, 3, 2, lambda: SamplerError("none"))
-    wait_for(lambda: server.lost, seconds=5)
-    with pytest.raises(SamplerError):
-        dealing.take([0], lambda: None)
-    tries.clear()
-    server.lost = ""
-    dealing = Dealing([server], ask, 3, 2, lambda: SamplerError("none"))
-    wait_for(lambda: server.lost, seconds=5)
-    server.lost = ""
-    until = time.monotonic() + 20
-
-    def poll() -> None:
-        assert time.monotonic() < until
-
-    assert [one.ids for one in dealing.take(range(3), poll)] == [[0], [1], [2]]
 
 
 def test_a_token_is_sent_and_not_kept(tmp_path, monkeypatch):

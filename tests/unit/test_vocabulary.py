@@ -24,7 +24,7 @@ from vllm_double import drawn, engine_of, one_server, ours
 
 from ppocli.errors import ConfigError, InputError, SamplerError
 from ppocli.models.loading.tokenizer import stop_rules
-from ppocli.models.trunk import Vocabulary, vocabulary_of
+from ppocli.models.trunk import vocabulary_of
 from ppocli.ppo import caller_samples
 from ppocli.training.task import UpdateGroup
 
@@ -214,25 +214,6 @@ def test_what_names_ids_without_a_token_is_refused(tmp_path):
     cfg = small_config(tmp_path, rollout__engine=f"{OUTSIDE / 'slow_sampler.py'}:Whole")
     with session_of(cfg) as session, refused(ConfigError, "Whole sampled id", "no token"):
         rollout_of(session)
-
-
-class Names:
-    """A tokenizer whose ``get_vocab`` lists one of two ids with the same token."""
-
-    unk_token, all_special_ids = "<unk>", (0,)
-
-    def get_vocab(self):
-        return {"<unk>": 0, "a": 1, "filler": 3, "b": 6}
-
-    def convert_ids_to_tokens(self, token_id):
-        if token_id == 5:
-            raise IndexError(token_id)
-        return {0: "<unk>", 1: "a", 2: "filler", 3: "filler", 6: "b"}.get(token_id, "<unk>")
-
-
-def test_ids_that_get_vocab_leaves_out_may_have_a_token():
-    result = Vocabulary.of(Names(), make_lm(vocab_size=ROWS))
-    assert result == Vocabulary(ROWS, 7, (4, 5))
 
 
 @pytest.mark.slow
