@@ -20,7 +20,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -80,7 +80,6 @@ def fit(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rows: Rows, 
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-        if len(losses) % 50 == 0: print(len(losses), updates, losses[-1], flush=True)
     model.eval()
     last = losses[-updates // passes:]
     return sum(last) / len(last)
@@ -124,7 +123,7 @@ class Truth(torch.nn.Module):
     def features(self, text: str) -> tuple[list[int], float, list[float]]:
         """The places of its words and pairs of words, their scale, and sums of valences."""
         words = re.findall(r"[a-z']+|[!?]", text.lower()) or [""]
-        grams = [*words, *map(" ".join, zip(words, words[1:]))]
+        grams = [*words, *map(" ".join, pairwise(words))]
         valences = [self.lexicon.get(word, 0.0) for word in words]
         return ([zlib.crc32(gram.encode()) % self.size for gram in grams], len(grams) ** -0.5,
                 [sum(valences), sum(max(v, 0.0) for v in valences),
@@ -132,7 +131,7 @@ class Truth(torch.nn.Module):
 
     def logits(self, rows: Sequence[tuple[list[int], float, list[float]]]) -> torch.Tensor:
         """[rows] log-odds of GOOD from features."""
-        places, scales, valences = zip(*rows)
+        places, scales, valences = zip(*rows, strict=True)
         starts = torch.tensor([0, *map(len, places)][:-1]).cumsum(0)
         bag = self.weights(torch.tensor(list(chain(*places))), starts).squeeze(1)
         return bag * torch.tensor(scales) + self.valence(torch.tensor(valences)).squeeze(1)
@@ -149,7 +148,7 @@ class Truth(torch.nn.Module):
         for _ in range(passes):
             known = order.sample(known, len(known))
             for part in (known[i:i + 256] for i in range(0, len(known), 256)):
-                features, labels = zip(*part)
+                features, labels = zip(*part, strict=True)
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(
                     self.logits(features), torch.tensor(labels))
                 optimizer.zero_grad()
@@ -202,7 +201,7 @@ def world_of(folder: Path, rows: Rows, truth_rows: Rows, lexicon: dict[str, floa
     print(facts, flush=True)
     lm = gpt2(vocabulary, width, layers)
     facts["parameters"] = sum(p.numel() for p in lm.parameters())
-    facts["loss"] = fit(lm, tokenizer, rows, passes=passes, lr=1e-3)
+    facts["loss"] = fit(lm, tokenizer, rows, passes=passes, lr=2e-3)
     prompts = beginnings(rows, 3, tokenizer, 4096)
     seen = set(prompts)
     held_back = [text for text in beginnings(held, 3, tokenizer, 1024) if text not in seen][:256]
@@ -248,7 +247,7 @@ def sentences(folder: Path) -> None:
         rows = [(text, label) for text, label in rated("movieReviewSnippets")
                 if len(text.split()) <= 24]
         world_of(folder, rows, rated("amazonReviewSnippets") + rated("nytEditorialSnippets"),
-                 lexicon, vocabulary=1024, width=96, layers=3, passes=4, judge_rows=6000)
+                 lexicon, vocabulary=1024, width=96, layers=3, passes=2, judge_rows=6000)
 
 
 SUBJECTS = ("The soup", "The waiter", "My steak", "Our table", "The bread", "That pasta",
