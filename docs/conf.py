@@ -24,7 +24,7 @@ source_suffix = {".md": "markdown"}
 include_patterns = PAGES
 # whatever else lies in a checkout (environments, runs, models) is not even walked through
 exclude_patterns = sorted(path.name for path in ROOT.iterdir() if path.is_dir()
-                          and path.name not in ("docs", "benchmarks", "ppocli"))
+                          and path.name not in ("docs", "benchmarks", "ppocli", "tests"))
 nitpicky = True
 # anchors as code hosts make them, down to the headings that are linked to
 myst_heading_anchors = 4
