@@ -187,10 +187,12 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     Args:
         meeting: where the launcher's other ranks wait, of which this is the first.
     """
-    from ppocli.config.compose import check, compose, print_composition
+    from ppocli.config.compose import check, compose
 
     for_deepspeed = words.flag("--cfg") == "deepspeed"
     if words.only_prints and not for_deepspeed:
+        from ppocli.config.print_config import print_composition
+
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)
         return
