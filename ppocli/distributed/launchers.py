@@ -37,25 +37,16 @@ class Launched:
     """name of the launcher for messages, as far as it is recognised"""
     rank: int
     world: int
-    local_rank: int
     local_world: int | None
     """processes on this machine; None if the launcher doesn't say, or machines differ"""
-    address: str
-    port: int
+    variables: Mapping[str, str]
+    """the environment that torch, accelerate and DeepSpeed read, as torchrun sets it"""
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which composes and checks the configuration and prints for
         all."""
         return self.rank == 0
-
-    def variables(self) -> dict[str, str]:
-        """The environment that torch, accelerate and DeepSpeed read, as torchrun sets it."""
-        variables = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local_rank,
-                     "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
-        if self.local_world is not None:
-            variables["LOCAL_WORLD_SIZE"] = self.local_world
-        return {name: str(value) for name, value in variables.items()}
 
 
 def find_launch(environ: Mapping[str, str]) -> Launched | None:
@@ -81,14 +72,15 @@ def find_launch(environ: Mapping[str, str]) -> Launched | None:
             f"The environment variables {' and '.join(missing)} of {by} are not set.",
             where=", ".join(missing), fix="start the run through torchrun, accelerate launch, "
             "deepspeed or srun, which set all of them; or, for one process: unset RANK WORLD_SIZE")
-    rank, world, local = (_int_of(environ, name) for name in _NAMES[:3])
+    rank, world, local, _ = (_int_of(environ, name) for name in _NAMES if name != "MASTER_ADDR")
     each = _int_of(environ, "LOCAL_WORLD_SIZE", _int_of(environ, "LOCAL_SIZE", 0)) or None
     if rank >= world or (each is not None and local >= each):
         raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local} and "
                           f"LOCAL_WORLD_SIZE={each or 'unset'} contradict each other.",
                           where="RANK, LOCAL_RANK", fix="ranks count from 0")
-    return Launched(by, rank, world, local, each, environ["MASTER_ADDR"],
-                    _int_of(environ, "MASTER_PORT"))
+    variables = {name: environ[name] for name in _NAMES}
+    return Launched(by, rank, world, each, variables | (
+        {} if each is None else {"LOCAL_WORLD_SIZE": str(each)}))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:

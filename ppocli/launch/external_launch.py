@@ -45,7 +45,7 @@ def open_store(launched: Launched, topic: str = "") -> Any:
     Args:
         topic: distinguishes several runs of the same ranks.
     """
-    os.environ.update(launched.variables())
+    os.environ.update(launched.variables)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous

@@ -283,11 +283,10 @@ def _unanswered(local: LocalRanks, lost: list[RankOutcome], silent: list[int],
         return PpocliError(f"{places}: {what}.", where=lost[0].message.splitlines()[0], fix=go_on)
     if local.agent_error is None:
         return None
-    if local.several_nodes:
-        return PpocliError(
-            f"node {local.hardware.node_rank}: the nodes lost each other, or did not meet "
-            f"{waited}.", where=f"hardware.rdzv_endpoint={local.hardware.rdzv_endpoint} "
-            f"({local.agent_error})", fix="start the same command on all nodes; the address of "
-            "node 0 must be reachable from each")
-    return PpocliError(f"The ranks of this machine did not meet {waited}.",
-                       where=f"localhost ({local.agent_error})", fix=go_on)
+    endpoint = local.hardware.rdzv_endpoint
+    return PpocliError(
+        f"node {local.hardware.node_rank}: the nodes lost each other, or did not meet {waited}."
+        if local.several_nodes else f"The ranks of this machine did not meet {waited}.",
+        where=f"hardware.rdzv_endpoint={endpoint or 'null'} ({local.agent_error})",
+        fix="start the same command on all nodes; the address of node 0 must be reachable from each"
+        if local.several_nodes else go_on)
