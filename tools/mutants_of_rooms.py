@@ -176,8 +176,8 @@ DISTRIBUTED = (
          '"", first[0]', "test_the_first_host_of_slurm_s_short_form"),
         ("rank_beyond_the_world", "distributed/launchers.py", "if rank >= world or",
          "if rank > world or", "test_an_environment_that_makes_no_sense_is_refused"),
-        ("local_rank_beyond_the_node", "distributed/launchers.py", "and local >= each)",
-         "and local > each)", "test_an_environment_that_makes_no_sense_is_refused"),
+        ("one_task_is_a_rank", "distributed/launchers.py", '"SLURM_STEP_NUM_TASKS", 1) > 1',
+         '"SLURM_STEP_NUM_TASKS", 1) > 0', "test_one_process_is_taken_for_one"),
         ("consequence_is_a_cause", "distributed/ranks.py", '("gloo", "Application',
          '("glooo", "Application', "test_a_rank_that_lost_another_lets_that_one_report_the_cause")),
     *noticed_by(
