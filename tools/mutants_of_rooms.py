@@ -127,10 +127,10 @@ REWARDS = (
          "part.weight * (sum(score) if isinstance(score, list) else score)",
          "(sum(score) if isinstance(score, list) else score)",
          "test_several_rewards_are_weighted_and_none_does_not_apply"),
-        ("one_none_is_invalid", "rewards/scoring.py", "all(score is None for score in row)",
-         "any(score is None for score in row)",
+        ("one_none_is_invalid", "rewards/scoring.py", "float(sum(terms)) if terms else math.nan",
+         "float(sum(terms)) if len(terms) == len(scores) else math.nan",
          "test_several_rewards_are_weighted_and_none_does_not_apply"),
-        ("sum_overflows", "rewards/scoring.py", "not abs(total) <= calls.MAX_FLOAT32",
+        ("sum_overflows", "rewards/scoring.py", "abs(total) > score_checks.MAX_FLOAT32",
          "total != total", "test_a_sum_may_not_overflow_and_needs_a_token_to_land_on")),
 )
 
