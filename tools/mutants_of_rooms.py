@@ -127,10 +127,10 @@ REWARDS = (
          "part.weight * (sum(score) if isinstance(score, list) else score)",
          "(sum(score) if isinstance(score, list) else score)",
          "test_several_rewards_are_weighted_and_none_does_not_apply"),
-        ("one_none_is_invalid", "rewards/scoring.py", "all(score is None for score in row)",
-         "any(score is None for score in row)",
+        ("one_none_is_invalid", "rewards/scoring.py", "float(sum(terms)) if terms else math.nan",
+         "float(sum(terms)) if len(terms) == len(scores) else math.nan",
          "test_several_rewards_are_weighted_and_none_does_not_apply"),
-        ("sum_overflows", "rewards/scoring.py", "not abs(total) <= calls.MAX_FLOAT32",
+        ("sum_overflows", "rewards/scoring.py", "abs(total) > score_checks.MAX_FLOAT32",
          "total != total", "test_a_sum_may_not_overflow_and_needs_a_token_to_land_on")),
 )
 
@@ -176,8 +176,8 @@ DISTRIBUTED = (
          '"", first[0]', "test_the_first_host_of_slurm_s_short_form"),
         ("rank_beyond_the_world", "distributed/launchers.py", "if rank >= world or",
          "if rank > world or", "test_an_environment_that_makes_no_sense_is_refused"),
-        ("local_rank_beyond_the_node", "distributed/launchers.py", "and local >= each)",
-         "and local > each)", "test_an_environment_that_makes_no_sense_is_refused"),
+        ("one_task_is_a_rank", "distributed/launchers.py", '"SLURM_STEP_NUM_TASKS", 1) > 1',
+         '"SLURM_STEP_NUM_TASKS", 1) > 0', "test_one_process_is_taken_for_one"),
         ("consequence_is_a_cause", "distributed/ranks.py", '("gloo", "Application',
          '("glooo", "Application', "test_a_rank_that_lost_another_lets_that_one_report_the_cause")),
     *noticed_by(

@@ -93,6 +93,7 @@ def test_examples_that_are_mixed_in_are_the_same_on_two_ranks(config, tmp_path, 
     one_and_two(tmp_path, base, under(stage, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("advantage", "stage"), [("grpo", 0), *(
     pytest.param(name, stage, marks=slow)
     for name, stage in [("grpo", 2), ("grpo", 3), ("rloo", 0), ("rloo", 3), ("reinforce_pp", 0)])])

@@ -69,9 +69,9 @@ def test_links_that_a_kill_left_behind_mislead_nobody(reference, here, export):
 CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
-    CRITIC.format("model"), *(pytest.param(keys, marks=pytest.mark.slow) for keys in (
-        CRITIC.format("branch"), "model.num_layers_unfrozen=1"))],
+    CRITIC.format("model"), CRITIC.format("branch"), "model.num_layers_unfrozen=1"],
     ids=["critic", "branch", "shared"])
 def test_each_kind_of_model_resumes_exactly(keys, command, world):
     command(*words("run_name=straight", "model.reference.kind=auto", *keys.split()), code=0)

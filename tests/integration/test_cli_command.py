@@ -101,8 +101,6 @@ def test_recipes_are_listed_shown_and_copied(typed):
     styled = by_name["styled"]
     assert (styled["purpose"], styled["needs_network"]) == ("Mine", False)
     assert "save the file as UTF-8" in typed("recipes", "show", "latin", code=2).err
-    table = typed("recipes", "list").out.splitlines()
-    assert [line.split()[0] for line in table] == ["name", *by_name]
     shown = typed("recipes", "show", "quickstart").out
     assert shown == Path(by_name["quickstart"]["file"]).read_text()
 
@@ -188,12 +186,9 @@ def test_what_code_of_users_prints_never_mixes_with_results(world):
     # whichever way it was written
     assert {f"NOISE {kind}" for kind in ("printed", "descriptor", "of C", "child", "thread")} \
         <= set(model.err.splitlines())
-    place = "out/noisy"
-    for line in (["eval", place, "--json"], ["generate", place, "-p", "the", "--score", "--json"],
-                 ["validate", *settings[:-2], "--json"]):
-        done = run(*line, cwd=world, code=0)
-        assert json.loads(done.out), line
-        assert "NOISE" in done.err
+    done = run("generate", "out/noisy", "-p", "the", "--score", "--json", cwd=world, code=0)
+    assert json.loads(done.out)
+    assert "NOISE" in done.err
 
 
 @pytest.mark.slow

@@ -248,6 +248,7 @@ def test_a_run_of_python_objects_has_no_command(run, texts_of):
         assert "ppocli train" not in found
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_are_thinned_and_said_to_be(run, texts_of, data_of):
     row = jsonl(run / "metrics.jsonl")[-1]
     with (run / "metrics.jsonl").open("w") as file:

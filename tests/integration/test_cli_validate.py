@@ -147,8 +147,6 @@ def test_every_job_of_a_sweep_is_checked(validate, world):
     assert done.out.splitlines()[0] == "valid: a sweep of 2 jobs"
     assert "  job 1 (seed=2): ./lm, reward rewards.py:plain" in done.out
     assert "into runs/sweep-DATE-TIME/1" in done.out
-    assert "into fresh/0" in validate("-m", *words("seed=1"), "hydra.sweep.dir=${now:fresh}",
-                                      code=0).out
     done = validate("-m", *words("seed=1,x", "ppo.gamma=2,1"), "--json", code=2)
     problems = json.loads(done.out)["problems"]
     assert [problem["what"] for problem in problems] == [
