@@ -14,6 +14,7 @@ from helpers import checked, mostly_slow, refused
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.config.command_words import read_setting, read_words
 from ppocli.config.compose import compose
 from ppocli.config.config_yaml import (
