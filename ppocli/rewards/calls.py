@@ -79,6 +79,8 @@ class RewardFunction:
     :func:`~ppocli.rewards.resolve.bind`."""
 
     located: Located
+    label: str
+    """the function with its file and line, for messages"""
     call: Callable[..., Any]
     """the function, or a class, or the object that was made of it"""
     parameters: tuple[Parameter, ...]
@@ -96,11 +98,6 @@ class RewardFunction:
     def takes_steps(self) -> bool:
         """Whether it takes the steps of responses; lists that it returns are then step scores."""
         return "steps" not in self.kwargs and any(p.name == "steps" for p in self.parameters)
-
-    @property
-    def label(self) -> str:
-        """the function with its file and line, for messages"""
-        return self.located.label
 
     def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
         """Check that every required parameter has a source, now that the columns are known.
@@ -156,17 +153,6 @@ class RewardFunction:
         source = self.style.sources.get(name)
         return fresh(request.columns[name]) if source is None else source(request)
 
-    def answer(self, request: RewardRequest) -> Any:
-        """The function's result for a request, or an awaitable of it.
-
-        Raises:
-            RewardError: as :meth:`arguments`; also whatever the function raises.
-        """
-        positional, named = self.arguments(request)
-        if self.style.invoke is not None:
-            return self.style.invoke(self.call, named, self.kwargs, len(request.responses))
-        return self.call(*positional, **named)
-
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
         key = self.located.key
         if name == "steps":
@@ -205,7 +191,8 @@ def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeo
     key, failures = function.located.key, 0
     while True:
         try:
-            return read(function, request, _attempt(function, request, timeout))
+            return read(function, request, _call(function, request) if timeout is None else
+                        _call_in_time(function, request, timeout))
         except PpocliError as error:
             name_reward_key(error, key)
             raise
@@ -229,11 +216,7 @@ def _batch(request: RewardRequest) -> str:
     return f"batch: {len(request)} samples, the first is {first}"
 
 
-def _attempt(function: RewardFunction, request: RewardRequest, timeout: float | None) -> Any:
-    request.logs.columns.clear()  # of an attempt that failed
-    request.logs.figures.clear()
-    if timeout is None:
-        return _call(function, request)
+def _call_in_time(function: RewardFunction, request: RewardRequest, timeout: float) -> Any:
     future = in_daemon(partial(_call, function, request), f"reward {function.located.spec}")
     if not wait([future], timeout).done:
         leave_loop("rewards")
@@ -245,14 +228,21 @@ def _attempt(function: RewardFunction, request: RewardRequest, timeout: float | 
 
 
 def _call(function: RewardFunction, request: RewardRequest) -> Any:
+    count = len(request.responses)
+    request.logs.columns.clear()  # of an attempt that failed
+    request.logs.figures.clear()
     with guard.contained(function.label, function.located.key, partial(_batch, request)):
-        result = function.answer(request)
+        positional, named = function.arguments(request)
+        if function.style.invoke is not None:
+            result = function.style.invoke(function.call, named, function.kwargs, count)
+        else:
+            result = function.call(*positional, **named)
         if inspect.iscoroutine(result):
             result = awaited(result, "rewards")
         # a generator's body runs here, under the same time limit and handling of errors
         if isinstance(result, Mapping):
-            return {name: _listed(column, len(request)) for name, column in result.items()}
-        return _listed(result, len(request))
+            return {name: _listed(column, count) for name, column in result.items()}
+        return _listed(result, count)
 
 
 def _listed(result: Any, count: int) -> Any:

@@ -72,7 +72,8 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
     convention = STYLES.get(getattr(call, "reward_style", style), STYLES["ppocli"])
     if name is None:
         name = located.spec.rpartition(":")[2].rpartition(".")[2]
-    function = RewardFunction(located, call, parameters, convention, name=name, weight=weight)
+    function = RewardFunction(located, located.label, call, parameters, convention, name=name,
+                              weight=weight)
     if inspect.isclass(call):
         refuse_abstract(located, RewardError)
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
@@ -106,7 +107,8 @@ def built(function: RewardFunction) -> RewardFunction:
                           fix=f"see {kwargs_key(located.key)}") from error
     if isinstance(label := getattr(call, "display_name", None), str):
         located = replace(located, spec=label, file=None, line=None)
-    return replace(function, located=located, call=call, parameters=_parameters(call, located))
+    return replace(function, located=located, label=located.label, call=call,
+                   parameters=_parameters(call, located))
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:

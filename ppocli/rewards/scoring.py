@@ -42,6 +42,13 @@ class Judge:
             getattr(part.located.target, "needs_all_samples", False) for part in self.parts))
         """whether one call, on the first of several ranks, must get the samples of all ranks: a
         function or class says so by a true attribute of that name"""
+        self.waits = self.all_have("waits")
+        """whether judging only waits for other processes, so that generation may go on meanwhile:
+        every function says so by an attribute ``waits = True``"""
+
+    def all_have(self, attribute: str) -> bool:
+        """Whether each function has a true attribute of that name."""
+        return all(getattr(part.call, attribute, False) is True for part in self.parts)
 
     @property
     def code_files(self) -> list[str]:
@@ -77,16 +84,6 @@ class Reward(Judge):
     ``cfg`` has the style of each function in place of ``auto``.
     """
 
-    @property
-    def waits(self) -> bool:
-        """Whether scoring only waits for other processes, so that generation may go on meanwhile:
-        every function says so by an attribute ``waits = True``."""
-        return self.all_have("waits")
-
-    def all_have(self, attribute: str) -> bool:
-        """Whether each function has a true attribute of that name."""
-        return all(getattr(part.call, attribute, False) is True for part in self.parts)
-
     def step_ends(self, request: RewardRequest) -> list[list[int]]:
         """[N] lists of where the steps of each response end, in characters.
 
@@ -111,7 +108,7 @@ class Reward(Judge):
         Raises:
             RewardError: a function raised, took too long, or returned something unusable.
         """
-        if not len(request):
+        if not request.responses:
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
         answers: list[list[Score]] = []
         logs: list[dict[str, dict[str, Any]]] = [{} for _ in request.responses]
@@ -119,18 +116,20 @@ class Reward(Judge):
             logged = replace(request, logs=RewardLogs())  # each function logs by itself
             answers.append(calls.ask(part, logged, retries=self.cfg.retries,
                                      timeout=self.cfg.timeout, read=score_checks.read_scores))
-            logged.logs.add_to(logs, part.label)
+            if logged.logs.columns or logged.logs.figures:
+                logged.logs.add_to(logs, part.label)
         rows = list(zip(*answers, strict=True))
-        sums = [self._sum(request, index, row) for index, row in enumerate(rows)]
-        valid = [not math.isnan(total) for total in sums]
-        dense = None
-        if any(isinstance(score, list) for row in rows for score in row):
-            dense = [self._dense(request, index, row, valid[index])
-                     for index, row in enumerate(rows)]
-        return RewardScores(
-            [0.0 if math.isnan(total) else total for total in sums], dense, valid,
-            {part.name: [_loggable(score) for score in scores]
-             for part, scores in zip(self.parts, answers, strict=True)}, logs)
+        totals, valid, is_dense = list[float](), list[bool](), False
+        for index, row in enumerate(rows):
+            total = self._sum(request, index, row)
+            valid.append(not math.isnan(total))
+            totals.append(total if valid[-1] else 0.0)
+            is_dense |= list in map(type, row)
+        dense = [self._dense(request, index, row, valid[index])
+                 for index, row in enumerate(rows)] if is_dense else None
+        return RewardScores(totals, dense, valid, {
+            part.name: list(map(_loggable, scores))
+            for part, scores in zip(self.parts, answers, strict=True)}, logs)
 
     def _sum(self, request: RewardRequest, index: int, scores: Sequence[Score]) -> float:
         """Weighted sum of one sample's scores; NaN if one of them is, or all are ``None``.

@@ -376,7 +376,7 @@ def test_a_run_from_before_styles_is_called_as_it_was(world):
                         (["resume=runs/old", "reward.fn=rewards.py:plain"], "auto")):
         told: list[str] = []
         with open_folder(check(compose(read_words(more))), None, told.append) as start:
-            assert start.config().reward.style == style
+            assert start.config.reward.style == style
         assert any("reward.style" in line for line in told) == (style != "ppocli")
     assert with_styles(RewardConfig(fn="elsewhere.py:ends")).style == "trlx"
 
