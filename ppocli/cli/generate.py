@@ -209,7 +209,7 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     Raises:
         InputError: the file is missing, unreadable or empty, or lacks the column.
     """
-    from ppocli.config.row_paths import joined_paths, row_paths
+    from ppocli.config.keys import joined_paths, row_paths
     from ppocli.config.schema import PromptsConfig
     from ppocli.data import chat_text, sources
 

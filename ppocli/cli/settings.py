@@ -272,8 +272,6 @@ def _section(section: type, prefix: str = "") -> dict[str, Any]:
 def _value(key: Key) -> dict[str, Any]:
     from omegaconf import MISSING
 
-    from ppocli.config.keys import AUTO
-
     about: dict[str, Any] = {"description": key.doc}
     if key.default != MISSING:
         about["default"] = key.default
@@ -289,8 +287,7 @@ def _value(key: Key) -> dict[str, Any]:
                                        "items": {"anyOf": [_item(key), _INTERPOLATION]}}]}
     else:
         body = _item(key)
-    options = [body, _INTERPOLATION, *([{"type": "null"}] if key.optional else []),
-               *([{"enum": ["auto"]}] if key.name == AUTO else [])]
+    options = [body, _INTERPOLATION, *([{"type": "null"}] if key.optional else [])]
     return {**about, "anyOf": options}
 
 

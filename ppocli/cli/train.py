@@ -185,10 +185,12 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
     Args:
         launched, store: of the launcher that has started this process as rank 0 of several.
     """
-    from ppocli.config.compose import check, compose, print_composition
+    from ppocli.config.compose import check, compose
 
     for_deepspeed = words.flag("--cfg") == "deepspeed"
     if words.only_prints and not for_deepspeed:
+        from ppocli.config.print_config import print_composition
+
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)
         return

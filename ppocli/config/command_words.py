@@ -17,13 +17,14 @@ from ppocli.builtin.names import config_groups
 from ppocli.config import config_yaml, secrets
 from ppocli.config.import_guard import TRUST
 from ppocli.config.keys import (
+    AUTO,
     format_foreign_names,
     key_for,
     named_elsewhere,
     schema_keys,
     takes_escapes,
 )
-from ppocli.config.text import did_you_mean, nearest, pasted
+from ppocli.config.text import did_you_mean, how_unescaped, nearest, pasted, unescaped
 from ppocli.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -44,6 +45,7 @@ _OURS = ("--no-progress", "--dry-run")
 _BEFORE = ("-q", "--quiet", "-v", "--verbose", "--no-color")
 _EXCLUSIVE = ("--cfg", "--run", "--multirun", "--info", "--shell-completion", "--hydra-help")
 _ESCAPE = re.compile(r"\\[nt]")
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _SETTING = re.compile(r"(\+\+|\+|~|)([^=+~\s][^=\s]*)(?:=(.*))?", re.DOTALL)
 # what YAML or Hydra would turn into a number or a truth value
 _NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false",
@@ -101,6 +103,11 @@ class Words:
         """Whether these words ask for several jobs (``-m``)."""
         return self.flag("--multirun") is not None or any(
             word.lower().replace(" ", "") == "hydra.mode=multirun" for word in self.overrides)
+
+    @property
+    def of_sweep(self) -> list[str]:
+        """The keys of the sweep itself."""
+        return [each.key for each in self.settings if each.key.startswith("sweep.")]
 
     @property
     def only_prints(self) -> bool:
@@ -256,14 +263,41 @@ def read_setting(word: str) -> Setting:
         prefix = "+"
     if key in config_groups() and value == "null":
         return Setting("~", key, None)
+    if key == AUTO and value == "auto":
+        value = "null"
     if (schema_key := key_for(key)) is not None and schema_key.kind != "list":
-        is_text = schema_key.kind == "scalar" and schema_key.item is str
+        is_text = schema_key.item is str and (
+            schema_key.kind == "scalar" or (schema_key.kind == "sweep" and value[:1] != "["))
         takes_text = is_text or (schema_key.kind == "mapping" and key != schema_key.name)
         if (is_text and _NOT_TEXT.fullmatch(value)) or (takes_text and not _readable(value)):
             value = config_yaml.quoted(value)
     elif key.startswith("hydra.") and key.endswith(".dir") and not _readable(value):
         value = config_yaml.quoted(value)
     return Setting(prefix, key, _quoting_escapes(value) if takes_escapes(key) else value)
+
+
+def for_hydra(setting: Setting) -> tuple[list[str], list[str]]:
+    """The words that make Hydra set a value, and notes on texts that were typed with backslashes.
+
+    ``KEY={}`` empties a mapping; Hydra alone would merge it.
+    """
+    key, value = setting.key, setting.value
+    if value is None:
+        return [str(setting)], []
+    notes: list[str] = []
+
+    def read(match: re.Match[str]) -> str:
+        text = config_yaml.unquoted(match[0])
+        if (note := how_unescaped(key, text)) is not None:
+            notes.append(note)
+        return match[0] if note is None else config_yaml.quoted(unescaped(text))
+
+    if takes_escapes(key):
+        value = _QUOTED.sub(read, value)
+    words = [str(replace(setting, value=value))]
+    schema_key = key_for(key)
+    empties = value.replace(" ", "") == "{}" and schema_key and schema_key.kind == "mapping"
+    return [f"{key}=???", *words] if empties else words, notes
 
 
 def _quoting_escapes(value: str) -> str:

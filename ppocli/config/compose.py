@@ -1,64 +1,63 @@
-"""From words to a checked configuration, ``check(compose(read_words(...)))``, or to those of the
-jobs of a sweep (``ppocli train -m``), which Hydra's sweeper chooses.
+"""From words to a checked configuration, ``check(compose(read_words(...)))``.
 
-Hydra says which config files the words choose and in which order; their settings, and those of the
-command line, are then merged one by one (:mod:`ppocli.config.layers`), so that everything wrong is
-told at once and with its source, and so that no secret is ever printed or written.
+Hydra composes. A word that it refuses becomes a problem and is left out, and the rest is composed
+again, so that all problems are reported at once. A file stops the composition at its first wrong
+value.
 """
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NewType
 
-import yaml
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import config_yaml, hydra_bridge, keys, layers, resume_policy, schema, secrets
-from ppocli.config.auto_values import open_values
-from ppocli.config.command_words import ACCEPT_CHANGES, COMMAND_LINE, Words
+from ppocli.config import config_yaml, hydra_bridge, keys, resume_policy, schema, secrets
+from ppocli.config.command_words import ACCEPT_CHANGES, COMMAND_LINE, Words, for_hydra
 from ppocli.config.config_yaml import CONFIG_FILE, schema_node, typed
 from ppocli.config.import_guard import TRUST
-from ppocli.config.layers import line_numbers
-from ppocli.config.problems import Problem, find_problems, listed, raise_problems
-from ppocli.config.text import did_you_mean
+from ppocli.config.precedence import apply_precedence, overruled
+from ppocli.config.problems import Problem, find_problems, raise_problems
+from ppocli.config.text import first_line, parts_of, short_path, shown
 from ppocli.errors import CheckpointError, ConfigError
 
-FILLED_IN = "  # filled in"
-"""behind what is null, and comes to this by the other settings"""
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
+_OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra.mode", "hydra/sweep", "hydra/launcher")
+"""beginnings of Hydra's own settings that have an effect"""
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """What the words of one run come to, right or not.
+    """The result of composing the words of one run, right or not.
 
     ``config`` has the default in place of a value that was refused, and ``???`` where a mandatory
-    one is missing; ``refused`` says what was. ``sources`` says where each given key came from.
+    one is missing; ``refused`` lists why. ``sources`` is where each key that is set was set.
     """
 
     config: schema.TrainConfig
     refused: tuple[Problem, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     name: str = "run"
-    """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
-    """
+    """name of a run without ``run_name``, before its time stamp: its recipe, if it has one"""
     resume_from: Path | None = None
-    """the folder of the run to go on with, of ``resume=FOLDER``"""
+    """folder of the run to resume, of ``resume=FOLDER``"""
     accept_changes: bool = False
-    """what was changed by hand in the config.yaml of a run that goes on counts"""
+    """manual changes in the config.yaml of a resumed run count"""
     typed: frozenset[str] = frozenset()
-    """as :attr:`ppocli.config.layers.Merged.typed`"""
+    """all texts among the values on the command line, and the keys that it sets to true"""
     trusts: bool = False
-    """``--trust``: what the run's configuration names may run"""
+    """``--trust``: code that the run's configuration names may run"""
     notes: tuple[str, ...] = ()
-    """lines for the user about what was typed (:func:`ppocli.config.layers.notes_of`)"""
+    """lines for the user: how typed texts were read, and which typed values have no effect"""
+    node: DictConfig = field(default_factory=schema_node, compare=False, repr=False)
+    """``config`` with its interpolations"""
 
     @property
     def hint(self) -> str | None:
@@ -84,15 +83,15 @@ class Composed:
 
 
 Checked = NewType("Checked", Composed)
-"""a configuration without problems, and what its words said beside it; of :func:`check`"""
+"""a configuration without problems; of :func:`check`"""
 
 
 def compose(words: Words) -> Composed:
     """Compose the configuration of one run.
 
     Raises:
-        ConfigError: words that make no run, secrets, unknown recipes and options of groups, files
-            that are no YAML: there is nothing to check beside.
+        ConfigError: words that make no run, secrets, unknown recipes and options of groups, or a
+            file that can't be read or has a wrong value.
         CheckpointError: ``resume=FOLDER`` names something else than a run folder.
     """
     if words.is_sweep:
@@ -100,8 +99,8 @@ def compose(words: Words) -> Composed:
                           fix="leave out -m")
     if words.only_prints:
         raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
-    run = _resumed_run(words)
-    with hydra_bridge.hydra_for(words, schema_node()):
+    run = resumed_run(words)
+    with hydra_bridge.hydra_for(words, base_node(run)):
         return compose_here(words, run)
 
 
@@ -109,7 +108,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
     """Refuse a configuration with problems.
 
     Args:
-        handed_in: keys that are given elsewhere (see :func:`find_problems`).
+        handed_in: keys that are set elsewhere (see :func:`find_problems`).
 
     Raises:
         ConfigError: everything that is wrong with the words, the recipe and the config files.
@@ -118,92 +117,174 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
     return Checked(composed)
 
 
-def compose_here(words: Words, run: Path | None = None) -> Composed:
-    """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
-    entries = _entries(words, run)
-    merged = layers.merge_entries(entries)
-    config = typed(merged.node)
+def base_node(run: Path | None) -> DictConfig:
+    """The schema, with the settings of a run that is resumed as its defaults."""
+    node = schema_node()
     if run is not None:
-        config = resume_policy.keeping_settled(config_yaml.in_place(config, run),
-                                     config_yaml.read_config(run / CONFIG_FILE),
-                                     {setting.key for setting in words.settings})
-    name = Path(words.value("recipe") or "run").name
-    return Composed(config, merged.problems, merged.sources, name, run,
-                    words.flag(ACCEPT_CHANGES) is not None, merged.typed,
-                    words.flag(TRUST) is not None, layers.notes_of(entries, words))
+        node.merge_with(config_yaml.plain_values(config_yaml.read_config(run / CONFIG_FILE)))
+    return node
 
 
-def print_composition(words: Words) -> None:
-    """Print what ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion`` ask for.
+def compose_here(words: Words, run: Path | None = None) -> Composed:
+    """As :func:`compose`, inside of :func:`hydra_for`, for words of one run.
+
+    Args:
+        run: the folder of a run that is resumed; :func:`base_node` has its settings.
+    """
+    words = words if run is None else words.without("resume")
+    loader, name = hydra_bridge.config_loader(words), hydra_bridge.config_name(words)
+    pairs = [for_hydra(setting) for setting in words.settings]
+    overrides = OverridesParser.create().parse_overrides(
+        [_without_plus(word, loader) for pair in pairs for word in pair[0]])
+    _check_overrides(overrides)
+    problems: list[Problem] = []
+    while True:
+        try:
+            node = loader.load_configuration(name, [str(each.input_line) for each in overrides],
+                                             RunMode.RUN)
+            break
+        except ConfigCompositionException as error:
+            if (refused := _refused_override(error, overrides)) is None:
+                raise_problems(_file_problems(error, loader.files))
+                raise
+            problems.append(_word_problem(error, refused, loader.files))
+            overrides.remove(refused)
+    OmegaConf.set_struct(node, False)
+    del node["hydra"]
+    settings = [(key, value) for each in overrides for key, value in _settings_of(each)
+                if keys.key_for(key) is not None]
+    sources = dict.fromkeys(keys.schema_keys(), short_path(str(run / CONFIG_FILE))) if run else {}
+    sources |= {key: file for key, _, file in loader.files}
+    sources |= dict.fromkeys((key for key, _ in settings), COMMAND_LINE)
+    sources |= {parent: source for key, source in sources.items()
+                if (parent := keys.free_mapping_of(key)) is not None}
+    problems += settle(node, sources)
+    apply_precedence(node, {key for key, source in sources.items() if source == COMMAND_LINE})
+    config = typed(node)
+    if run is not None:
+        config = resume_policy.keeping_settled(config, config_yaml.read_config(run / CONFIG_FILE),
+                                               {setting.key for setting in words.settings})
+    lost = overruled(loader.files, words, sources)
+    return Composed(
+        config, tuple(problems), sources, Path(words.value("recipe") or "run").name, run,
+        words.flag(ACCEPT_CHANGES) is not None,
+        frozenset(key if value is True else value
+                  for setting in settings for key, value in parts_of(*setting)
+                  if value is True or (isinstance(value, str) and value != MISSING)),
+        words.flag(TRUST) is not None,
+        (*dict.fromkeys(note for pair in pairs for note in pair[1]), *[lost] * (lost != "")), node)
+
+
+def _without_plus(word: str, loader: hydra_bridge.Loader) -> str:
+    """``word`` without a plus before a key that doesn't exist, which Hydra would add."""
+    key = word.partition("=")[0].lstrip("+")
+    adds = word.startswith("+") and key != "recipe" and keys.key_for(key) is None \
+        and not key.startswith("hydra.") and not loader.get_group_options(key.partition("@")[0])
+    return word.lstrip("+") if adds else word
+
+
+def _settings_of(override: Override) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what a word sets, down to the keys of the schema."""
+    name, value = override.key_or_group, override.value()
+    if isinstance(value, dict) and value and name not in keys.schema_keys():
+        yield from config_yaml.leaves(f"{name}.", value)
+    else:
+        yield name, value
+
+
+def _check_overrides(overrides: Sequence[Override]) -> None:
+    """Refuse secrets, words of sweeps, and settings of Hydra that would have no effect."""
+    for override in overrides:
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values, but this is a single run",
+                              where=COMMAND_LINE, fix="add -m to run each of them; "
+                              "a list is key=[a,b], a text with commas key='\"a,b\"'")
+        key = override.key_or_group
+        if key.startswith(("hydra.", "hydra/")) and not key.startswith(_OF_SWEEPS):
+            raise ConfigError(f"{key} has no effect here: of Hydra's own settings, only those "
+                              "of sweeps are read", where=COMMAND_LINE, fix="leave it out; "
+                              "output_dir and run_name say where a run goes, --config-dir where "
+                              "recipes and groups are")
+    secrets.refuse_secrets((each.key_or_group, each.value(), COMMAND_LINE) for each in overrides)
+
+
+def _refused_override(error: ConfigCompositionException, overrides: Sequence[Override]
+                      ) -> Override | None:
+    """The word that Hydra refused; None if a file or the choice of groups is to blame."""
+    text = str(error)
+    key = re.match(r"(?:Could not|Override) [^']*'([^']+)'(?!.*defaults list)", text)
+    return next((each for each in overrides if (key and each.key_or_group == key[1])
+                 or text == f"Error merging override {each.input_line}"), None)
+
+
+def _word_problem(error: ConfigCompositionException, override: Override,
+                  files: Sequence[hydra_bridge.Entry]) -> Problem:
+    key, value, text = override.key_or_group, override.value(), str(error)
+    if isinstance(value, dict) and key not in keys.schema_keys():
+        key = str(getattr(error.__cause__, "full_key", key))  # the wrong one inside
+        value = dict(_settings_of(override)).get(key)
+    if (schema_key := keys.key_for(key)) is None:
+        task = next((str(entry.value) for entry in reversed(files) if entry.key == "task.fn"), None)
+        problem = keys.why_unknown(key, task)
+    elif text.startswith("Could not append"):
+        problem = "there is such an item already, + can't add it: leave the + out"
+    elif text.startswith("Could not delete"):
+        problem = "can't be removed: " + (f"it is not {shown(value)}" if "The value of" in text
+                                          else "there is no such item")
+    elif override.is_delete():
+        problem = "a key can't be removed; leave it out, or set it to another value"
+    else:
+        problem = keys.why_wrong(schema_key, key, value)
+    return Problem(key, problem, COMMAND_LINE,
+                   "wrong-type" if key in _names() else "unknown-key")
+
+
+def _names() -> set[str]:
+    """Keys and sections."""
+    return {*keys.schema_keys(), *keys.schema_sections()}
+
+
+def _file_problems(error: ConfigCompositionException, files: Sequence[hydra_bridge.Entry]
+                   ) -> list[Problem]:
+    """All keys in files that don't exist; without any, the first value of a wrong type."""
+    unknown = [Problem(key, keys.why_unknown(key), file,
+                       "wrong-type" if key in _names() else "unknown-key")
+               for key, _, file in files if keys.key_for(key) is None]
+    wrong = re.sub(r"\[.*", "", str(getattr(error.__context__, "full_key", None) or ""))
+    key, entry = keys.key_for(wrong), next((each for each in reversed(files) if each.key == wrong),
+                                           None)
+    return unknown or ([] if key is None or entry is None else [
+        Problem(wrong, keys.why_wrong(key, wrong, entry.value), entry.file, "wrong-type")])
+
+
+def settle(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Problem]:
+    """Convert values that OmegaConf's types can't describe, and find interpolations that can't be
+    resolved; the key of each problem gets its default."""
+    for name, key in keys.schema_keys().items():
+        value, code = None, "wrong-type"
+        try:
+            if OmegaConf.is_config(value := OmegaConf.select(node, name)):
+                value = OmegaConf.to_container(value, resolve=True)
+            if key.kind == "sweep":
+                OmegaConf.update(node, name, key.converted(value), merge=False)
+            continue
+        except InterpolationResolutionError as error:
+            text, code = f"can't be resolved: {first_line(error)}", "unresolved"
+        except OmegaConfBaseException:
+            text = keys.why_wrong(key, name, value)
+        except ValueError as error:
+            text = f"{shown(value)} can't be read: {error}"
+        yield Problem(name, text, sources.get(name, COMMAND_LINE), code)
+        OmegaConf.update(node, name, key.default)
+
+
+def resumed_run(words: Words) -> Path | None:
+    """The run folder of ``resume=FOLDER``; None for the other values of that key.
 
     Raises:
-        ConfigError: something is wrong with the words or the files.
+        CheckpointError: there is no such folder, or its config.yaml was changed by hand.
+        ConfigError: words that can't be combined with it.
     """
-    words = first_job(words).without(*of_sweep(words)) if words.is_sweep else words
-    run = _resumed_run(words)
-    with hydra_bridge.hydra_for(words, schema_node()):
-        if words.flag("--hydra-help") is not None or words.flag("--shell-completion") is not None:
-            hydra_bridge.run_hydra(words)
-            return
-        entries = _entries(words, run)
-        merged = layers.merge_entries(entries, hydra_resolves=True)
-        package = words.flag("--package") or "_global_"
-        names = [*keys.schema_keys(), *keys.schema_sections()]
-        of_hydra = package == "hydra" or package.startswith("hydra.")
-        if package not in (*names, "_global_") and not of_hydra:
-            raise ConfigError(f"--package {package}: there is no such part of the configuration"
-                              + did_you_mean(package, names), where=COMMAND_LINE)
-        raise_problems(merged.problems)
-        for note in layers.notes_of(entries, words):
-            sys.stderr.write(f"{note}\n")
-        if words.flag("--cfg") != "job" or of_hydra or any(
-                "${hydra:" in str(entry.value) for entry in entries):
-            hydra_bridge.run_hydra(words)
-            return
-        config = typed(merged.node)
-        _print_filled(merged.node, open_values(config), package,
-                      resolve=words.flag("--resolve") is not None)
-        if merged.sources and (problems := find_problems(config, merged.sources)):
-            sys.stderr.write(f"ppocli train refuses this: {listed(map(str, problems))}\n")
-
-
-def _print_filled(node: DictConfig, values: Mapping[str, Any], package: str, *, resolve: bool
-                  ) -> None:
-    """Print a configuration, or a part of it, as YAML, with ``values`` where it has null: they are
-    marked."""
-    filled = {name: value for name, value in values.items()
-              if value is not None and OmegaConf.select(node, name) is None}
-    for name, value in filled.items():
-        OmegaConf.update(node, name, value)
-    if resolve:
-        OmegaConf.resolve(node)
-    whole = package == "_global_"
-    part = node if whole else OmegaConf.select(node, package)
-    if not OmegaConf.is_config(part):
-        sys.stdout.write(f"{part}\n")
-        return
-    lines = OmegaConf.to_yaml(part).splitlines()
-    places = dict(line_numbers(yaml.compose("\n".join(lines), Loader=yaml.SafeLoader),
-                               "" if whole else f"{package}."))
-    for name in filled.keys() & places.keys():
-        lines[places[name] - 1] += FILLED_IN
-    title = [] if whole else [f"# @package {package}"]
-    sys.stdout.write("\n".join([*title, *lines, ""]))
-
-
-def _entries(words: Words, run: Path | None) -> list[layers.Entry]:
-    words = words if run is None else words.without("resume")
-    loader = hydra_bridge.config_loader(words)
-    if any(setting.key.startswith("hydra.") for setting in words.settings):
-        # only Hydra can tell whether its own keys are right
-        loader.load_configuration(hydra_bridge.config_name(words), words.overrides, RunMode.RUN)
-    entries = layers.layered_entries(loader, words, None if run is None else run / CONFIG_FILE)
-    secrets.refuse_secrets((entry.key, entry.value, entry.source) for entry in entries)
-    return entries
-
-
-def _resumed_run(words: Words) -> Path | None:
-    """The run folder of ``resume=FOLDER``; None for the other values of that key."""
     if (folder_text := words.value("resume")) in (None, "auto", "never"):
         if words.flag(TRUST) is not None:
             raise ConfigError(f"{TRUST} applies to the configuration of a run, and these words "
@@ -223,36 +304,10 @@ def _resumed_run(words: Words) -> Path | None:
                           "config.yaml is the base", where=COMMAND_LINE,
                           fix="override single keys instead, e.g. ppo.total_episodes=4000")
     name, folder = words.value("run_name"), words.value("output_dir")
-    named = [*["run_name"] * (name not in (None, "null", run.name)), *["output_dir"] * (
+    changed = [*["run_name"] * (name not in (None, "null", run.name)), *["output_dir"] * (
         folder is not None and Path(folder).expanduser().resolve() != run.resolve().parent)]
-    if named:
-        raise ConfigError(f"{', '.join(named)} can't be set when a run is resumed: it goes on in "
+    if changed:
+        raise ConfigError(f"{', '.join(changed)} can't be set when a run is resumed: it goes on in "
                           "its own folder", where=COMMAND_LINE,
                           fix="leave that out; to rename the run, move its folder: mv RUN NAME")
     return run
-
-
-def first_job(words: Words, loader: ConfigLoader | None = None) -> Words:
-    """The words of a sweep as those of a single run: its first job, or the least values of ranges,
-    and what is said of the sweep itself.
-
-    Args:
-        loader: tells which options of a group a ``glob`` stands for.
-
-    Raises:
-        ConfigError: a word can't be read.
-    """
-    with hydra_bridge.as_config_errors():
-        overrides = OverridesParser.create(config_loader=loader).parse_overrides(words.overrides)
-    settings = tuple(
-        replace(setting, value=str(ranged.start) if isinstance(
-            ranged := override.value(), IntervalSweep)
-            else next(iter(override.sweep_string_iterator()), "null"))
-        if override.is_sweep_override() else setting
-        for setting, override in zip(words.settings, overrides, strict=True))
-    return replace(words, settings=settings).without("--multirun", "hydra.mode")
-
-
-def of_sweep(words: Words) -> list[str]:
-    """What is said of the sweep itself."""
-    return [each.key for each in words.settings if each.key.startswith("sweep.")]

@@ -23,9 +23,15 @@ from omegaconf.errors import OmegaConfBaseException
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import size_limited
 from ppocli.config.gone import without_gone_keys
-from ppocli.config.keys import free_mapping_of, key_for, schema_keys, takes_escapes
+from ppocli.config.keys import (
+    free_mapping_of,
+    joined_paths,
+    key_for,
+    row_paths,
+    schema_keys,
+    takes_escapes,
+)
 from ppocli.config.problems import range_problems
-from ppocli.config.row_paths import joined_paths, row_paths
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
 from ppocli.config.text import did_you_mean, each_text, escaped, first_line
@@ -87,9 +93,13 @@ def config_text(config: TrainConfig) -> str:
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
-    values = each_text({name: value for name, value in dataclasses.asdict(config).items()
-                        if is_read(name, task_name(config))}, _plain)
-    return yaml_text(values)
+    return yaml_text({name: value for name, value in plain_values(config).items()
+                      if is_read(name, task_name(config))})
+
+
+def plain_values(config: TrainConfig) -> dict[str, Any]:
+    """A configuration as nested mappings, from which OmegaConf reads the same values."""
+    return typing.cast(dict[str, Any], each_text(dataclasses.asdict(config), _plain))
 
 
 class _Dumper(yaml.SafeDumper):

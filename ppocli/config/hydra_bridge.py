@@ -1,4 +1,4 @@
-"""Calls of Hydra: its search path, its loader, its main function, and its errors as one short
+"""Hydra: its search path, its loader, its main function, and its errors as one short
 ``ConfigError``.
 
 Hydra names a config group after its folder, so the top-level ``recipes/`` would be ``+recipes=``.
@@ -9,21 +9,25 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -33,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups, shipped
-from ppocli.config import extras
+from ppocli.config import config_yaml, extras, secrets
 from ppocli.config.command_words import COMMAND_LINE, Words
 from ppocli.config.keys import schema_keys
 from ppocli.config.text import did_you_mean, first_line, short_path
@@ -97,34 +101,96 @@ class PpocliSearchPath(SearchPathPlugin):
         search_path.append("ppocli", f"recipes://{shipped('recipes')}")
 
 
+class Entry(NamedTuple):
+    """A setting in a file."""
+
+    key: str
+    value: Any
+    file: str
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader, which lists the settings of the files that it composes."""
+
+    files: Sequence[Entry] = ()
+    """in the order in which they are composed"""
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault],
+                                           repo: IConfigRepository) -> DictConfig:
+        self.files = [entry for default in defaults for entry in _settings(default, repo)]
+        secrets.refuse_secrets(self.files)
+        return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def _settings(default: ResultDefault, repo: IConfigRepository) -> Iterator[Entry]:
+    if (path := default.config_path) is None or path.startswith("hydra/") or path == SCHEMA:
+        return
+    loaded = repo.load_config(path)
+    assert loaded is not None, path  # it is in the defaults list
+    values = OmegaConf.to_container(loaded.config, resolve=False)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no mapping of keys to values", where=loaded.path)
+    if default.primary:
+        values.pop("hydra", None)
+    scheme, _, folder = loaded.path.partition("://")
+    name = f"{path.removesuffix('.yaml')}.yaml"
+    file = Path(folder) / (Path(name).name if scheme == "recipes" else name)
+    package = "" if default.package in (None, "", "_global_") else f"{default.package}."
+    for key, value in config_yaml.leaves(package, values):
+        yield Entry(key, value, short_path(str(file)))
+
+
 @contextmanager
 def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
     """Let compositions inside the block use the schema and the words' config folders; errors are
     raised as ConfigError."""
-    dirs = _config_dirs.set(words.config_dirs)
+    dirs, store = _config_dirs.set(words.config_dirs), ConfigStore.instance()
+    outer = store.repo.pop(f"{SCHEMA}.yaml", None)  # that of the sweep whose job is composed
     try:
         with as_config_errors():
             for plugin in (RecipeSource, PpocliSearchPath):
                 Plugins.instance().register(plugin)  # once more does no harm
-            store = ConfigStore.instance()
-            store.repo.pop(f"{SCHEMA}.yaml", None)  # 1.4 warns where one takes another's place
             store.store(name=SCHEMA, node=schema, provider="ppocli")
             yield
     finally:
+        del store.repo[f"{SCHEMA}.yaml"]
+        if outer is not None:
+            store.repo[f"{SCHEMA}.yaml"] = outer
         _config_dirs.reset(dirs)
 
 
-def config_loader(words: Words) -> ConfigLoader:
+def config_loader(words: Words) -> Loader:
     """Hydra's loader of config files, for use inside :func:`hydra_for`."""
     # without Hydra's global instance: there is one already where a job of a sweep is composed
     version.setbase(VERSION)
     setup_globals()
-    return ConfigLoaderImpl(create_config_search_path(_config_path(words)))
+    return Loader(create_config_search_path(_config_path(words)))
 
 
 def config_name(words: Words) -> str:
     """The name of the primary config."""
     return words.flag("--config-name") or "train"
+
+
+def first_job(words: Words, loader: Loader | None = None) -> Words:
+    """The words of a sweep as those of a single run: its first job, or the least values of ranges,
+    and what is set for the sweep itself.
+
+    Args:
+        loader: lists the options of a group that a ``glob`` stands for.
+
+    Raises:
+        ConfigError: a word can't be read.
+    """
+    with as_config_errors():
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(words.overrides)
+    settings = tuple(
+        replace(setting, value=str(ranged.start) if isinstance(
+            ranged := override.value(), IntervalSweep)
+            else next(iter(override.sweep_string_iterator()), "null"))
+        if override.is_sweep_override() else setting
+        for setting, override in zip(words.settings, overrides, strict=True))
+    return replace(words, settings=settings).without("--multirun", "hydra.mode")
 
 
 def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config: None) -> None:
@@ -177,39 +243,49 @@ def as_config_errors() -> Iterator[None]:
     """Raise errors of composing as ConfigError; bugs pass through unchanged."""
     try:
         yield
+    except MissingConfigException as error:
+        raise _missing(error) from error
+    except OverrideParseException as error:
+        first, *more = error.message.splitlines()
+        detail = first.replace(f"Error parsing override '{error.override}'", "").strip() or next(
+            (line.strip() for line in more if "See https" not in line), "")
+        raise ConfigError(
+            f"{error.override!r} can't be read as key=value" + (f": {detail}" if detail else ""),
+            where=COMMAND_LINE, fix="quote a value with special characters twice: "
+            "'key=\"some (text), more\"'; a list is key=[a,b]") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeError) as error:
         raise _translated(error) from error
 
 
-def yaml_error(error: yaml.YAMLError) -> ConfigError:
-    """A YAML error with its file and line."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    context = getattr(error, "context", None)
-    where = f"{short_path(mark.name)}:{mark.line + 1}" if mark is not None else None
-    return ConfigError(f"not valid YAML: {problem}" + (f" ({context})" if context else ""),
-                       where=where, fix="correct the file at that line")
-
-
-def _translated(error: Exception) -> ConfigError:
-    chain = list(_causes(error))
+def _translated(error: BaseException) -> ConfigError:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     for cause in chain:
         if isinstance(cause, yaml.YAMLError):
-            return yaml_error(cause)
+            mark, context = (getattr(cause, name, None) for name in ("problem_mark", "context"))
+            problem = getattr(cause, "problem", None) or " ".join(str(cause).split())
+            return ConfigError(
+                f"not valid YAML: {problem}" + (f" ({context})" if context else ""),
+                where=None if mark is None else f"{short_path(mark.name)}:{mark.line + 1}",
+                fix="correct the file at that line")
         if isinstance(cause, UnicodeDecodeError):
             return ConfigError(f"a config file is not UTF-8 text: {cause.reason} at byte "
                                f"{cause.start}", fix="save the file as UTF-8")
-    if isinstance(error, MissingConfigException):
-        return _missing(error)
-    if isinstance(error, OverrideParseException):
-        return _unparsed(error)
-    return _general(chain)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    text = str(error)
+    if match := re.search(r"(?:Could not override|No earlier Group Default for) '([^'@]+)", text):
+        return ConfigError(f"there is no config group {match[1]}"
+                           + did_you_mean(match[1], [*config_groups(), "recipe"]),
+                           fix="config groups: " + ", ".join(config_groups()))
+    if match := re.search(r"Multiple values for ([\w/]+)", text):
+        return ConfigError(f"{match[1]} was given more than once",
+                           where=f"{COMMAND_LINE}, or a recipe's defaults list",
+                           fix=f"give one {match[1]}" + (
+                               "" if match[1] == "recipe" else
+                               f"; a recipe's defaults say `- override /{match[1]}: NAME`"))
+    lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
+    return ConfigError(": ".join(lines) or type(error).__name__,
+                       fix="see the composed configuration: ppocli train --cfg job ...")
 
 
 def _missing(error: MissingConfigException) -> ConfigError:
@@ -218,16 +294,14 @@ def _missing(error: MissingConfigException) -> ConfigError:
     if not group or error.options is None:
         return ConfigError(str(error).splitlines()[0] or f"config {path!r} was not found",
                            fix="see what is there: ppocli train --info searchpath")
-    options = list(error.options)
-    inside = re.match(r"In '([^']+)'", str(error))
-    outer = inside[1] if inside and "/" in inside[1] else None
-    where = f"the defaults list of {outer}" if outer else COMMAND_LINE
+    inside = re.match(r"In '([^']+/[^']+)'", str(error))
     fix = None
     if group in config_groups() and (":" in name or "." in name):
         fix = f"for a folder or a Hub name write {group}.path={name}"
     elif group == "recipe" and name.endswith((".yaml", ".yml")):
         fix = "give the recipe's name without .yaml; its folder with --config-dir"
-    return unknown_option(group, name, options, where, fix)
+    return unknown_option(group, name, list(error.options),
+                          f"the defaults list of {inside[1]}" if inside else COMMAND_LINE, fix)
 
 
 def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE,
@@ -239,38 +313,10 @@ def unknown_option(group: str, name: str, options: list[str], where: str = COMMA
     if fix is None and group in ("ppo", "recipe", "task") and plain in (*algorithms, *losses):
         fix = f"ppo.advantage={plain}" + " ppo.n=8" * (plain != "gae") if plain in algorithms \
             else f"ppo.policy_loss={plain}"
-        fix += ", beside the other words; published settings are " + ", ".join(
+        fix += ", with the other words; published settings are " + ", ".join(
             f"ppo={option}" for option in config_groups()["ppo"])
     if group == "hydra/launcher" and name in extras.LAUNCHERS:
         fix = f"pip install 'ppocli[{extras.LAUNCHERS[name]}]'"
     kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
     return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where,
                        fix=fix or "choose one of: " + ", ".join(options))
-
-
-def _unparsed(error: OverrideParseException) -> ConfigError:
-    word, (first, *more) = error.override, error.message.splitlines()
-    detail = first.replace(f"Error parsing override '{word}'", "").strip() or next(
-        (line.strip() for line in more if "See https" not in line), "")
-    return ConfigError(f"{word!r} can't be read as key=value" + (f": {detail}" if detail else ""),
-                       where=COMMAND_LINE, fix="quote a value with special characters twice: "
-                       "'key=\"some (text), more\"'; a list is key=[a,b]")
-
-
-def _general(chain: list[BaseException]) -> ConfigError:
-    text = str(chain[0])
-    if match := re.search(r"(?:Could not override|No earlier Group Default for) '([^'@]+)", text):
-        return ConfigError(f"there is no config group {match[1]}"
-                           + did_you_mean(match[1], [*config_groups(), "recipe"]),
-                           fix="config groups: " + ", ".join(config_groups()))
-    if match := re.search(r"Multiple values for ([\w/]+)", text):
-        group = match[1]
-        return ConfigError(f"{group} was given more than once",
-                           where=f"{COMMAND_LINE}, or a recipe's defaults list",
-                           fix=f"give one {group}" + (
-                               "" if group == "recipe" else
-                               f"; a recipe's defaults say `- override /{group}: NAME`"))
-    name = next((str(key) for cause in chain if (key := getattr(cause, "full_key", None))), None)
-    lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
-    return ConfigError(": ".join(lines) or type(chain[0]).__name__, where=name,
-                       fix="see the composed configuration: ppocli train --cfg job ...")

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -26,10 +25,10 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config import hydra_bridge, keys, layers, schema, secrets
+from ppocli.config import hydra_bridge, keys, schema
 from ppocli.config.command_words import COMMAND_LINE, Setting, Words, read_setting
-from ppocli.config.compose import Composed, compose_here, first_job, of_sweep
-from ppocli.config.config_yaml import mapping_words, quoted, schema_node, typed
+from ppocli.config.compose import Composed, compose_here
+from ppocli.config.config_yaml import mapping_words, quoted, schema_node
 from ppocli.config.problems import Problem, raise_problems, range_problems
 from ppocli.errors import ConfigError
 
@@ -53,7 +52,7 @@ class SweepJob:
         Raises:
             ConfigError: as :func:`ppocli.config.compose.compose`.
         """
-        with hydra_bridge.hydra_for(self.typed, _untyped()):
+        with hydra_bridge.hydra_for(self.typed, schema_node()):
             return compose_here(self.typed)
 
 
@@ -175,11 +174,12 @@ def run_sweep_jobs(words: Words, begin: Callable[[Begin], tuple[Path, RunJob]], 
                               "run at a time", where=COMMAND_LINE,
                               fix="for four of them add hydra.sweeper.max_batch_size=4")
         total = plan.trials if searches else None if swept.grid is None else len(swept.grid)
-        own = [str(setting) for setting in job_words.without(*swept.ranges).settings
-               if not setting.key.startswith(("hydra.", "hydra/"))]
+        shared_words = [str(setting) for setting in job_words.without(*swept.ranges).settings
+                        if not setting.key.startswith(("hydra.", "hydra/"))]
 
         def make_job(folder: Path, number: int, varied: tuple[str, ...]) -> SweepJob:
-            return _job(words, number, total, (*own, *varied), varied, folder / str(number))
+            return _job(words, number, total, (*shared_words, *varied), varied,
+                        folder / str(number))
 
         folder, run_job = begin(Begin(shared, None if searches else swept.grid, launcher, make_job))
         of_hydra = [f"hydra.sweep.dir={quoted(str(folder))}"]
@@ -194,10 +194,10 @@ def run_sweep_jobs(words: Words, begin: Callable[[Begin], tuple[Path, RunJob]], 
         token = _search.set(lambda run_batch: search(
             plan, swept.ranges, folder, launcher.at_a_time or 1,
             partial(make_job, folder), run_batch))
-        own_words = job_words.without("hydra.sweep.dir").adding(*of_hydra)
+        hydra_words = job_words.without("hydra.sweep.dir").adding(*of_hydra)
         try:
             hydra_bridge.run_hydra(
-                replace(own_words, settings=tuple(map(_for_hydra, own_words.settings))),
+                replace(hydra_words, settings=tuple(map(_for_hydra, hydra_words.settings))),
                 _Task(Words((), words.flags, words.config_dirs), tuple(swept.ranges), total,
                       run_job))
         finally:
@@ -227,7 +227,7 @@ def _check_ranges(swept: _Swept, searches: bool) -> None:
                           "random, or list the values")
 
 
-def _launcher(words: Words, loader: ConfigLoader) -> Launcher:
+def _launcher(words: Words, loader: hydra_bridge.Loader) -> Launcher:
     """The launcher of the words and files.
 
     Raises:
@@ -245,28 +245,37 @@ def _launcher(words: Words, loader: ConfigLoader) -> Launcher:
     return Launcher(name, min((int(each) for each in (batch, jobs) if each), default=None))
 
 
-def _shared(words: Words, loader: ConfigLoader, swept: _Swept) -> tuple[schema.TrainConfig, Words]:
+def _shared(words: Words, loader: hydra_bridge.Loader, swept: _Swept
+            ) -> tuple[schema.TrainConfig, Words]:
     """The configuration of the first job, for what all jobs share, and the words of all jobs
     without the settings of the sweep itself.
 
     Raises:
         ConfigError: problems that all jobs share.
     """
-    secrets.refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
-    merged = layers.merge_entries(swept.shared, hydra_resolves=True)
-    first = first_job(words, loader).without(*(
-        each.key for each in words.settings
-        if each.key.startswith(("hydra.", "hydra/")) and each.key != "hydra.searchpath"))
-    composed, of_sweeps = compose_here(first), of_sweep(words)
-    raise_problems([*merged.problems, *(
-        problem for problem in range_problems(typed(merged.node), merged.sources)
-        if problem.key in merged.sources), *_plan_problems(composed.config, composed.sources),
-        *(problem for problem in (*composed.refused, *range_problems(
-            composed.config, composed.sources)) if problem.key.startswith("sweep."))])
-    of_files = compose_here(first.without(*of_sweeps)).sources
-    return composed.config, words.without(*of_sweeps).adding(*(
+    def composed_of(*left_out: str) -> Composed:
+        kept = first.without(*left_out)
+        with hydra_bridge.hydra_for(kept, schema_node()):
+            return compose_here(kept)
+
+    first = hydra_bridge.first_job(words, loader)
+    first = first.without(*(each.key for each in words.settings
+                            if each.key.startswith(("hydra.", "hydra/"))))
+    try:
+        composed = composed_of()
+    except ConfigError:
+        if not swept.groups:
+            raise
+        composed = composed_of(*swept.groups)  # the first job alone fails
+    problems = [*composed.refused, *range_problems(composed.config, composed.sources)]
+    raise_problems([*swept.unknown, *_plan_problems(composed.config, composed.sources), *(
+        problem for problem in problems if problem.key.startswith("sweep.") or (
+            problem.source == COMMAND_LINE and problem.key not in swept.ranges))])
+    of_sweep = words.of_sweep
+    in_files = composed_of(*of_sweep).sources if of_sweep else composed.sources
+    return composed.config, words.without(*of_sweep).adding(*(
         word for word in mapping_words({"sweep": asdict(schema.SweepConfig())})
-        if word.partition("=")[0] in of_files))
+        if word.partition("=")[0] in in_files))
 
 
 def sweep_dir(words: Words) -> str | None:
@@ -298,38 +307,42 @@ def _plan_problems(config: schema.TrainConfig, sources: Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Swept:
-    """The settings on the command line that all jobs share, the swept words of each job (None: the
-    sweep isn't a grid), and the ranges by key."""
+    """What is swept."""
 
-    shared: list[layers.Entry]
     grid: Grid | None
+    """the swept words of each job; None: the sweep isn't a grid"""
     ranges: Ranges
+    groups: list[str]
+    """config groups among the swept words"""
+    unknown: list[Problem]
+    """swept keys that don't exist"""
 
 
 def _job(words: Words, number: int, total: int | None, task: tuple[str, ...],
          varied: tuple[str, ...], folder: Path) -> SweepJob:
-    own = Words((), words.flags, words.config_dirs).adding(
+    single = Words((), words.flags, words.config_dirs).adding(
         *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
-    return SweepJob(number, total, task, varied, folder, own)
+    return SweepJob(number, total, task, varied, folder, single)
 
 
-def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
-    """Read what is swept. Swept config groups and recipes must exist; other swept values are
-    checked in their jobs.
+def _sweep_words(loader: hydra_bridge.Loader, overrides: list[str]) -> _Swept:
+    """Read what is swept. Config groups and recipes must exist; other swept values are checked in
+    their jobs.
 
     Raises:
         ConfigError: an unknown option of a group, or an empty range.
     """
-    entries: list[layers.Entry] = []
     # Hydra's own sweeper: the product of all values, the last key changing fastest
     axes: dict[str, list[str]] = {}
     ranges: dict[str, Override] = {}
+    groups: list[str] = []
+    unknown: list[Problem] = []
     is_grid = True
     for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
         name = override.key_or_group
         is_grid &= name != "hydra/sweeper" and (not name.startswith("hydra.sweeper")
                                                 or name == "hydra.sweeper.max_batch_size")
-        if name == "hydra" or name.startswith("hydra."):
+        if name.startswith("hydra."):
             continue
         swept = override.is_sweep_override()
         discrete = swept and override.is_discrete_sweep()
@@ -343,16 +356,13 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
             key = override.get_key_element().removeprefix("++")
             axes[key] = [f"{key}={value}" for value in values]
         if options := loader.get_group_options(name, results_filter=ObjectType.CONFIG):
+            groups += [name] * swept
             for value in values if swept else [override.get_value_element_as_str()]:
                 option = value.strip("'\"")
-                # one in a folder below is found by each job
+                # one in a folder below is looked up by each job
                 if option not in (*options, "null") and option[:1] != "[" and "/" not in option:
                     raise hydra_bridge.unknown_option(name, option, options)
-        elif override.is_delete() and keys.free_mapping_of(name):
-            continue  # it may be there in each job
-        elif not swept:
-            entries += layers.override_entries(override)
-        elif keys.key_for(name) is None:
-            entries.append(layers.Entry(name, None, COMMAND_LINE))
-    grid = tuple(itertools.product(*axes.values())) if is_grid else None
-    return _Swept(entries, grid, ranges)
+        elif swept and keys.key_for(name) is None:
+            unknown.append(Problem(name, keys.why_unknown(name), COMMAND_LINE, "unknown-key"))
+    return _Swept(tuple(itertools.product(*axes.values())) if is_grid else None, ranges, groups,
+                  unknown)

@@ -8,14 +8,18 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from ppocli.builtin.names import shipped_table
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
+
+from ppocli.builtin.names import config_groups, shipped_table
+from ppocli.config.gone import GONE, gone_key
 from ppocli.config.schema import TrainConfig
+from ppocli.config.text import did_you_mean, shown
 
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
           bool: ("true or false", "true/false values"), str: ("text", "texts"),
@@ -24,6 +28,7 @@ _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers
 
 AUTO = "hardware.num_threads"
 """the only number that accepts ``auto``, which means null"""
+_NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _PLACES = ("run_name", "resume")
 Rules = Iterator[tuple[object, str, str]]
 """rules between keys: whether a rule is broken, its keys (``a, b``), and the message if it is"""
@@ -64,6 +69,20 @@ class Key:
         signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         return " and ".join(f"{sign} {self.metadata[bound]:g}" for bound, sign in signs
                             if self.metadata.get(bound) is not None)
+
+    def converted(self, value: Any) -> Any:
+        """One value or several of ``item``, converted as OmegaConf does for a key of that type;
+        several paths of rows as one text.
+
+        Raises:
+            OmegaConfBaseException, ValueError: a value can't be converted.
+        """
+        if value is None:
+            return None
+        values = [_NODES[self.item](each, is_optional=False)._value() for each in several(value)]
+        if self.metadata["holds"] == "rows":
+            return joined_paths(values)
+        return values if isinstance(value, list) else values[0]
 
 
 def doc_of(section: type, name: str) -> str:
@@ -167,6 +186,37 @@ def format_foreign_names(key_names: Mapping[str, str]) -> str:
     return names and f"; here {names} (docs/coming-from-trlx-and-trl.md)"
 
 
+def why_unknown(name: str, task: str | None = None) -> str:
+    """The problem with a key that doesn't exist; ``task`` as for :func:`named_elsewhere`."""
+    if (removed := gone_key(name)) is not None:
+        return f"no longer exists: {GONE[removed]}"
+    if name in schema_sections():
+        inside = [key for key in schema_keys() if key.startswith(name + ".")]
+        return (f"is a section, not a single value; it holds {', '.join(inside[:3])}"
+                + (", ..." if len(inside) > 3 else ""))
+    names = dict.fromkeys([*schema_keys(), *schema_sections(), *config_groups(),
+                           *["recipe"] * ("." not in name)])
+    elsewhere = format_foreign_names(named_elsewhere(name, task))
+    return f"unknown key{elsewhere or did_you_mean(name, names)}"
+
+
+def why_wrong(key: Key, name: str, value: Any) -> str:
+    """The problem with a value of a wrong type.
+
+    Args:
+        name: ``key``'s name, or that of an item in its free mapping.
+    """
+    text = f"{shown(value)} must be {key.expected}"
+    if key.kind == "scalar" and isinstance(value, list):
+        at_evaluation = schema_keys().get(name.replace("generation.", "generation.eval.", 1), key)
+        if at_evaluation.kind == "sweep":
+            text += f"; {at_evaluation.name}=[...] evaluates with each"
+        text += f"; to try several values: -m {name}={','.join(map(str, value))}"
+    elif key.item is int and isinstance(value, float) and value.is_integer() and value < 2**53:
+        text += f", without a point or an exponent: {name}={value:.0f}"
+    return text
+
+
 def is_import_path(text: str) -> bool:
     """Whether it has the form of a path to user code, such as ``pkg.module:Class`` or
     ``path/to/file.py:Class``, rather than of a short name."""
@@ -176,6 +226,25 @@ def is_import_path(text: str) -> bool:
 def several(value: Any) -> list[Any]:
     """A value that may be one, a list of several, or null, as a list."""
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def row_paths(path: str) -> list[str]:
+    """The paths in a text of several, ``{a.jsonl,b.jsonl}``, else the text itself."""
+    joined = path.startswith("{") and path.endswith("}")
+    return [part.strip() for part in path[1:-1].split(",")] if joined else [path]
+
+
+def joined_paths(paths: Sequence[str]) -> str:
+    """One text of several paths, ``{a.jsonl,b.jsonl}``, as in shells.
+
+    Raises:
+        ValueError: one is empty, or has a comma or a brace in it.
+    """
+    if len(paths) == 1:
+        return paths[0]
+    if not paths or any(not path.strip() or set(path) & set("{},") for path in paths):
+        raise ValueError("a list of paths needs at least one, without commas and braces in them")
+    return "{" + ",".join(paths) + "}"
 
 
 def _leaves(section: Any, prefix: str) -> Iterator[Key]:

@@ -186,7 +186,7 @@ class RewardConfig:
 class EvalPromptsConfig:
     """Evaluation prompts. A key left null takes the value of the same key in ``prompts``."""
 
-    path: Optional[str] = key(None, holds="rows")
+    path: Any = key(None, each=str, holds="rows")
     """file, folder or Hub data set, as of prompts.path, which is the default"""
     name: Optional[str] = key(None)
     """Hub data set configuration"""
@@ -222,7 +222,7 @@ class EvalPromptsConfig:
 
 @dataclass
 class PromptsConfig:
-    path: Optional[str] = key(None, holds="rows")
+    path: Any = key(None, each=str, holds="rows")
     """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
     folder, also one saved by `datasets`, or a Hub data set"""
     name: Optional[str] = key(None)

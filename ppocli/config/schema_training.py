@@ -29,7 +29,7 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
             can't say: the field's type is then ``Any``, and null is allowed.
         import_path: beside the ``choices``, an import path names something of the user's own.
         holds: what may have to be found from another folder: a path on the disk, the paths of rows
-            (:func:`ppocli.config.row_paths.row_paths`), the import path of code of the user's own,
+            (:func:`ppocli.config.keys.row_paths`), the import path of code of the user's own,
             or its arguments.
         on_resume: what a change means to a run that goes on
             (:func:`ppocli.config.config_yaml.classify_change`), unless its section says it.
@@ -144,7 +144,7 @@ class ImportanceConfig:
 
 @dataclass
 class ExamplesConfig:
-    path: Optional[str] = key(None, holds="rows")
+    path: Any = key(None, each=str, holds="rows")
     """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
     folder, also one saved by `datasets`, or a Hub data set; its columns say what it holds"""
     name: Optional[str] = key(None)
@@ -328,7 +328,7 @@ class PPOConfig:
 
 @dataclass
 class DataConfig(ExamplesConfig):
-    val: Optional[str] = key(None, holds="rows")
+    val: Any = key(None, each=str, holds="rows")
     """what evaluations are made on: a path as of data.path, or the share of the rows that is held
     back, such as 0.05 (drawn by seed)"""
 

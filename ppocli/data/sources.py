@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
-from ppocli.config.row_paths import row_paths
+from ppocli.config.keys import row_paths
 from ppocli.config.text import nearest
 from ppocli.data.arrow_rows import batch_rows, dataset_rows, without_nulls
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file

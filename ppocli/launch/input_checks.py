@@ -9,7 +9,7 @@ from pathlib import Path
 from ppocli.builtin.names import TOOLS
 from ppocli.config import algorithm, config_yaml, extras, keys, sampling, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
-from ppocli.config.row_paths import row_paths
+from ppocli.config.keys import row_paths
 from ppocli.config.user_code import CodeSetting, Kind, refuse_absent
 from ppocli.data import chat_text, sources
 from ppocli.environments.registry import ENVIRONMENT, TOOL

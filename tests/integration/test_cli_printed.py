@@ -5,7 +5,7 @@ import yaml
 from helpers import checked
 from test_cli_compose import RUNNABLE, printed, write
 
-from ppocli.config.compose import FILLED_IN
+from ppocli.config.print_config import FILLED_IN
 from ppocli.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.config.command_words import read_setting, read_words
-from ppocli.config.compose import compose, print_composition
+from ppocli.config.compose import compose
 from ppocli.config.config_yaml import (
     NEXT_CONFIG_FILE,
     classify_change,
@@ -32,6 +32,7 @@ from ppocli.config.config_yaml import (
     words_for,
 )
 from ppocli.config.keys import schema_keys, schema_sections
+from ppocli.config.print_config import print_composition
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
 from ppocli.config.text import nearest
@@ -167,7 +168,7 @@ def test_files_are_read_for_secrets_too(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text(text.format(SECRET))
-    with refused(ConfigError, "recipes/mine.yaml:") as error:
+    with refused(ConfigError, "recipes/mine.yaml") as error:
         print_composition(read_words(["+recipe=mine", "--cfg", "job", "--resolve"]))
     assert SECRET not in str(error.value) + capsys.readouterr().out
 

@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import jsonl, stable_rows
+from helpers import jsonl, stable_rows, with_node_values
 from runs import make_world, resumed, whole_copy, words
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import report
 from ppocli.cli.settings import json_schema
 from ppocli.cli.train import run_words
-from ppocli.config.config_yaml import typed
-from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.ppo.policy_evaluation import sampling_sweep
@@ -124,8 +122,8 @@ def test_the_values_of_a_sweep():
 
 
 def merged(**values):
-    return merge_entries([Entry(f"generation.{key.replace('__', '.')}", value, "test")
-                          for key, value in values.items()])
+    return with_node_values({f"generation.{key.replace('__', '.')}": value
+                             for key, value in values.items()})
 
 
 @pytest.mark.parametrize(("values", "said"), [
@@ -134,20 +132,20 @@ def merged(**values):
     ({"eval__top_k": []}, "the list must hold at least one value"),
     ({"eval__top_k": [5, 5]}, "[5, 5] holds a value twice"),
     ({"eval__top_k": [0, -1]}, "-1 must be >= 0"),
-    ({"top_k": [0, 50]}, "to evaluate with each: generation.eval.top_k=[...]"),
+    ({"top_k": [0, 50]}, "generation.eval.top_k=[...] evaluates with each"),
     ({"length_sampler": [5, 4]}, "[5, 4] must be [min, max] with min at most max"),
     ({"length_sampler": [0, 4]}, "0 must be >= 1"),
     ({"length_sampler": [4, 33]}, "must lie between min_new_tokens 0 and max_new_tokens"),
     ({"eval__top_k": [0, 5], "eval__top_p": [1, 0.5]}, "only one of the keys")])
 def test_wrong_values_are_told_with_their_keys(values, said):
-    checked, key = merged(**values), ", generation.".join(values).replace("__", ".")
-    found = [*checked.problems, *find_problems(typed(checked.node), checked.sources)]
-    assert [p for p in found if key in p.key and said in p.text], [str(p) for p in found]
+    (config, wrong), key = merged(**values), ", generation.".join(values).replace("__", ".")
+    problems = [*wrong, *find_problems(config)]
+    assert [p for p in problems if key in p.key and said in p.text], [str(p) for p in problems]
 
 
 def test_numbers_become_those_of_the_key():
-    checked = merged(eval__temperature=[1, "0.5"], eval__top_k="7")
-    cfg = typed(checked.node).generation.eval
+    config, _ = merged(eval__temperature=[1, "0.5"], eval__top_k="7")
+    cfg = config.generation.eval
     assert (cfg.temperature, cfg.top_k) == ([1.0, 0.5], 7)
     assert isinstance(cfg.temperature[0], float)
     shape = json_schema("generation.eval.top_k")["anyOf"][0]["anyOf"]

@@ -5,14 +5,13 @@ import re
 from typing import Any
 
 import pytest
+from helpers import with_node_values
 from omegaconf import MISSING, OmegaConf
 
 from ppocli.builtin.names import shipped
 from ppocli.cli.output import code_of
 from ppocli.cli.settings import json_schema, print_schema
-from ppocli.config.config_yaml import typed
 from ppocli.config.keys import schema_keys, schema_sections
-from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import range_problems
 
 TYPES = {"integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
@@ -61,21 +60,21 @@ def test_values_are_judged_as_ppocli_judges_them(value):
     # inline prompts and several rewards are judged by more than their type
     names = [name for name in schema_keys()
              if name not in ("prompts.items", "prompts.eval.items", "reward.fns")]
-    whole, checked = json_schema(), merge_entries([Entry(name, value, "test") for name in names])
-    refused = [*checked.problems, *range_problems(typed(checked.node), checked.sources)]
-    taken = set(names) - {problem.key for problem in refused}  # each by itself
+    whole, (config, problems) = json_schema(), with_node_values(dict.fromkeys(names, value))
+    refused = {problem.key for problem in [*problems, *range_problems(config, {})]}
+    accepted = set(names) - refused  # each by itself
     for name in names:
         key, schema = schema_keys()[name], whole
         for part in name.split("."):
             schema = schema["properties"][part]
         fitting = fits(value, schema, whole)
-        if key.item in (str, bool) and name in taken and not fitting:
+        if key.item in (str, bool) and name in accepted and not fitting:
             # OmegaConf makes texts of numbers, and truth values of numbers and words
             assert not isinstance(value, key.item), name
         elif isinstance(value, list) and None in value:
             assert not fitting, name  # a list's elements are never null
         else:
-            assert fitting == (name in taken), name
+            assert fitting == (name in accepted), name
         choices = [[item] if key.kind == "list" else item for item in key.metadata["choices"] or ()]
         good = [*choices, *([key.default] * (key.default != MISSING))]
         assert all(fits(choice, schema, whole) for choice in good), name
