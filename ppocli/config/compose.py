@@ -236,14 +236,20 @@ def _word_problem(error: ConfigCompositionException, override: Override,
     else:
         problem = keys.why_wrong(schema_key, key, value)
     return Problem(key, problem, COMMAND_LINE,
-                   "unknown-key" if schema_key is None else "wrong-type")
+                   "wrong-type" if key in _names() else "unknown-key")
+
+
+def _names() -> set[str]:
+    """Keys and sections."""
+    return {*keys.schema_keys(), *keys.schema_sections()}
 
 
 def _file_problems(error: ConfigCompositionException, files: Sequence[hydra_bridge.Entry]
                    ) -> list[Problem]:
     """All keys in files that don't exist; without any, the first value of a wrong type."""
-    unknown = [Problem(entry.key, keys.why_unknown(entry.key), entry.file, "unknown-key")
-               for entry in files if keys.key_for(entry.key) is None]
+    unknown = [Problem(key, keys.why_unknown(key), file,
+                       "wrong-type" if key in _names() else "unknown-key")
+               for key, _, file in files if keys.key_for(key) is None]
     wrong = re.sub(r"\[.*", "", str(getattr(error.__context__, "full_key", None) or ""))
     key, entry = keys.key_for(wrong), next((each for each in reversed(files) if each.key == wrong),
                                            None)

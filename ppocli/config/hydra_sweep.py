@@ -363,7 +363,6 @@ def _sweep_words(loader: hydra_bridge.Loader, overrides: list[str]) -> _Swept:
                 if option not in (*options, "null") and option[:1] != "[" and "/" not in option:
                     raise hydra_bridge.unknown_option(name, option, options)
         elif swept and keys.key_for(name) is None:
-            unknown.append(
-                Problem(name, keys.why_unknown(name), COMMAND_LINE, "unknown-key"))
+            unknown.append(Problem(name, keys.why_unknown(name), COMMAND_LINE, "unknown-key"))
     return _Swept(tuple(itertools.product(*axes.values())) if is_grid else None, ranges, groups,
                   unknown)
