@@ -17,6 +17,7 @@ from ppocli.evaluate.statistics import (
     compare,
     figures_of,
     frontier_of,
+    frontier_svg,
 )
 from ppocli.runs.target import Target
 
@@ -132,6 +133,14 @@ def test_a_policy_is_compared_with_best_of_n_at_its_own_kl():
         (halfway["points"][2]["reward"] + halfway["points"][3]["reward"]) / 2)
     below = frontier([2.0], -1e-7)
     assert below["best_of_n_at_policy_kl"] == found["points"][0]["reward"], "rounding below 0"
+
+
+def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
+    base = [row(float(s), 0) for s in range(16)] + [row(float(s), 1) for s in range(5)]
+    base += [row(None, 1) for _ in range(11)]
+    found = frontier_of(base, [row(1.0, 0)], plain_sampling=True)
+    assert [point["prompts"] for point in found["points"]] == [2, 2, 2, 1, 1]
+    assert b"best-of-n of the base" in frontier_svg(found)
 
 
 def test_results_never_land_where_some_are(tmp_path):

@@ -202,6 +202,16 @@ def test_a_reward_model_keeps_its_head_and_a_new_one_comes_of_the_seed(tmp_path)
         assert torch.equal(task.saved.lm.score.weight, own)
 
 
+def test_lower_layers_stay_and_the_head_trains(tmp_path):
+    with task_of(tmp_path, model__num_layers_unfrozen=1, model__gradient_checkpointing=True,
+                 hardware__precision="bf16") as task:
+        before = {n: p.detach().clone() for n, p in task.saved.lm.named_parameters()}
+        train(task, 1)
+        moved = {n for n, p in task.saved.lm.named_parameters() if not torch.equal(p, before[n])}
+    assert "score.weight" in moved
+    assert not any(".h.0." in name or "wte" in name for name in moved)
+
+
 def test_what_can_t_be_made_a_reward_model_is_refused(tmp_path):
     with refused(InputError, "encoder-decoder", "last token"), task_of(tmp_path, "t5"):
         pass
