@@ -7,6 +7,7 @@ calls them when, and where scores come from, is up to the loop.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -107,7 +108,7 @@ class PPOTrainer:
         return float(self._task.summary(self._run.state)["kl_coef"])
 
     def _left(self) -> int:
-        return max(self._task.total_samples() - self._run.state.episodes, 0)
+        return max(self._task.length.total_samples - self._run.state.episodes, 0)
 
     def _check_open(self) -> None:
         if not self._closing.alive:
@@ -157,18 +158,21 @@ class PPOTrainer:
         self._run.clock.mark("between")
         if length_sampler is not None:
             sampling["max_new_tokens"] = int(length_sampler())
-        call = ranks.all_do(lambda: caller_samples.for_call(
-            session, *called(session.cfg, sampling), batch_size), "generate")
+        generation, ends = ranks.all_do(lambda: called(session.cfg, sampling), "generate")
+        cfg, size = replace(session.cfg, generation=generation), batch_size or 0
+        spec = ranks.all_do(lambda: caller_samples.sampling_of_call(
+            session, generation, ends, batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
             batch, num_local = session.share_of_prompts(self._num_sampled, count)
         else:
-            batch = ranks.all_do(lambda: caller_samples.prompts_of(call, caller_samples.rows_of(
-                session, prompts, attention_mask, where="prompts")), "generate")
+            batch = ranks.all_do(lambda: caller_samples.prompts_of(session, caller_samples.rows_of(
+                session, prompts, attention_mask, where="prompts"), cfg), "generate")
             num_local = len(batch)
             batch, count = caller_samples.pad_to_equal_share(session, batch, self._num_sampled)
-        with call.acting() as acting:
-            chunks = list(generate_chunks(acting, self._context, batch, num_local))
+        with session.sampler.acting(session.policy) as policy:
+            chunks = list(generate_chunks(session, self._context, policy, spec, batch, num_local,
+                                          size=size))
         self._num_sampled += count
         self._run.clock.mark("rollout")
 
@@ -185,12 +189,13 @@ class PPOTrainer:
 
             if not generate_ref_response:
                 return tensors(out.action_ids)
-            other = caller_samples.reference_responses(call, self._context, batch)
+            other = caller_samples.reference_responses(session, self._context, batch, spec,
+                                                       size)
             return tensors(out.action_ids), tensors(other[:num_local])
         return Batch(local.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
                      out.finished.tolist(), local.columns, tuple(chunks), self.steps,
-                     call.sampling.temperature)
+                     spec.temperature)
 
     @default_modes()
     def step(self, queries: Any, responses: Any = None, scores: Any = None,
@@ -267,7 +272,7 @@ class PPOTrainer:
         count = len(samples)
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
-                              f"{self._task.total_samples()} that are planned are left: "
+                              f"{self._task.length.total_samples} that are planned are left: "
                               "schedules end there.", where="ppo.num_steps, ppo.total_episodes",
                               fix="plan for more of them")
         groups = [{text for _, text in samples[i:i + n]} for i in range(0, count, n)]
@@ -329,7 +334,7 @@ class PPOTrainer:
         self._check_open()
         # a loop may call this on the first process alone: the others do nothing here
         if self._session.backend.ranks.first:
-            publish_folder(lambda into: self._task.write_model(into, None), free_folder(folder))
+            publish_folder(self._task.saved.write, free_folder(folder))
         return Path(folder)
 
     def finish(self) -> "TrainedRun":

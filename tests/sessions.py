@@ -19,7 +19,7 @@ from ppocli.models.layout import Sequences
 from ppocli.models.memory import Estimate, estimate
 from ppocli.models.outline import models_of
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import Experience, PPOState, Rollout
+from ppocli.ppo.records import Experience, PPOState, Rollout, RolloutExtras
 from ppocli.ppo.session import Session, build_session
 from ppocli.ppo.step import collect_rollout, plan_updates, to_experience, update_of
 from ppocli.sampling import token_graph
@@ -177,9 +177,9 @@ def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
     sequences = Sequences.of_responses(prompts.tokens, prompts.mask,
                                        torch.ones(count, width, dtype=torch.long), mask)
     return Rollout(prompts, sequences, zeros, zeros, zeros, zeros, scores,
-                   None if dense is None else torch.tensor(dense),
                    torch.ones(count, dtype=torch.bool), torch.tensor(finished), False,
-                   ["r"] * count, parts or {"score": scores})
+                   ["r"] * count, parts or {"score": scores}, extras=RolloutExtras(
+                       dense=None if dense is None else torch.tensor(dense)))
 
 
 def optimize(session: Session, experience: Experience, stop: StopFlag | None = None, *,
@@ -205,7 +205,8 @@ def grads_of(module: Any) -> dict[str, Any]:
 
 def experience_tensors(experience: Experience) -> dict[str, Any]:
     """Its tensors, those of its samples too, as ``experience/NAME``."""
-    found = {field.name: getattr(experience, field.name) for field in fields(experience)}
+    found = {field.name: getattr(record, field.name) for record in (experience, experience.extras)
+             for field in fields(record)}
     found |= {"responses": experience.sequences.action_tokens,
               "response_mask": experience.response_mask}
     return {f"experience/{name}": value.contiguous() for name, value in found.items()

@@ -204,10 +204,10 @@ def dying(after: int) -> Spoilt:
 
 
 def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:
-    prompts = session.next_prompts(0, count)
-    with session.acting() as acting:
+    prompts = session.share_of_prompts(0, count)[0]
+    with session.sampler.acting(session.policy) as policy:
         return Samples.joined(list(session.sampler.sample(
-            prompts, replace(session.sampling, **spec), ROLLOUT, GenerationModel(acting.policy.lm),
+            prompts, replace(session.sampling, **spec), ROLLOUT, GenerationModel(policy.lm),
             StopFlag(), at_once=count, chunk=4)))
 
 

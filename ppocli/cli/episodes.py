@@ -107,10 +107,10 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
 
 
 def _played(session: EvalSession, stop: StopFlag) -> Iterator[dict[str, Any]]:
-    with session.acting() as acting:
+    with session.sampler.acting(session.policy) as policy:
         count = len(session.eval_prompts)
         for number, row in enumerate(chain.from_iterable(evaluate_chunks(
-                acting, session.context(stop)))):
+                session, session.context(stop), policy))):
             yield {"prompt_index": number % count, "sample": number // count,
                    **{name: value for name, value in row_of_run(row).items() if name != "kl"}}
 

@@ -268,8 +268,8 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
     work.digests[role] = tensors_digest(session.policy.lm.state_dict())
     work.watch(role, work.num_samples, in_all)
     announce = role == "policy" and "base" in work.targets
-    with session.acting() as acting:
-        chunks = evaluate_chunks(acting, session.context(work.stop))
+    with session.sampler.acting(session.policy) as policy:
+        chunks = evaluate_chunks(session, session.context(work.stop), policy)
         while len(rows) < total:
             # rewards that draw random numbers draw the same ones in every evaluation
             seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)

@@ -55,7 +55,8 @@ def save_on_exit(run: loop.Run) -> Iterator[None]:
         where, resumable = _save_what_is_sound(run)
         write_summary_of(run, "stopped")
         raise StoppedError(
-            f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
+            f"stopped by {stop} at step {run.state.step} of {run.task.length.total_steps}; "
+            f"{where}",
             signal_number=stop.signal_number,
             fix=f"resume with: {_go_on(run)}" if resumable else f"start again: {_same(run)}; "
             "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often") from None
@@ -168,7 +169,7 @@ def publish(run: loop.Run) -> RunOutcome:
     summary = _summary(run, "finished") | closing
 
     def write(folder: Path) -> None:
-        run.task.write_model(folder, within("lm", whole))
+        run.task.saved.write(folder, within("lm", whole))
         write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:
@@ -195,7 +196,7 @@ def _show(run: loop.Run) -> None:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
     log.info("time         %s", in_words(run.state.seconds, run.state.cpu_seconds))
     log.info("run folder   %s (metrics.jsonl, checkpoints/, model/)", run.folder.path)
-    updates, section = run.task.settings, tasks.updates_section(run.task.cfg)
+    updates, section = tasks.updates_of(run.task.cfg), tasks.updates_section(run.task.cfg)
     more = next((name for name in ("total_episodes", "num_updates", "epochs")
                  if getattr(updates, name, None)), "num_steps" if section == "ppo" else "epochs")
     log.info("go on        %s", _go_on(run, f"{section}.{more}=N"))

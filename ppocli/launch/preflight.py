@@ -113,7 +113,7 @@ def _first_step(setup: TaskSetup, clock: PhaseClock, stop: StopFlag) -> Iterator
     clock.mark("load")
     stop.check()
     yield _loaded(task)
-    state, context = loop.initial_state(task), StepContext(stop, clock, task.progress(0))
+    state, context = loop.initial_state(task), loop.context_of(task, 0, stop, clock)
     batch, names, scores = task.collect(state, context), task.terms, list[float]()
     if isinstance(task, PPOTask):
         names, scores = ("policy", "value"), batch.valid_scores

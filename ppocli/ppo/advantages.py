@@ -40,7 +40,7 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, *,
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class AdvantageInputs:
     """B samples of one rollout, of all ranks: all that an advantage may depend on."""
 
     rewards: torch.Tensor
@@ -68,7 +68,7 @@ class Samples:
     """
 
 
-def gae(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(samples: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
@@ -99,34 +99,35 @@ def gae(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     return _with_lambda(samples, samples.values, lam)
 
 
-def _with_lambda(samples: Samples, values: torch.Tensor, lam: float | torch.Tensor
+def _with_lambda(samples: AdvantageInputs, values: torch.Tensor, lam: float | torch.Tensor
                  ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`gae` over the steps that ``samples`` has, with this lambda of the advantages."""
     advantages = targets = _exponential(samples, values, lam)
     if samples.lam_alpha is not None or samples.lam_value is not None:
-        own = samples.lam if samples.lam_value is None else samples.lam_value
-        targets = _exponential(samples, values, own)
+        targets = _exponential(samples, values, samples.lam if samples.lam_value is None
+                               else samples.lam_value)
     return advantages, (targets + values * samples.mask) * samples.mask
 
 
-def _over_turns(samples: Samples, values: torch.Tensor, turns: torch.Tensor,
+def _over_turns(samples: AdvantageInputs, values: torch.Tensor, turns: torch.Tensor,
                 lam: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`gae` with a turn for each step: its reward is the sum of its tokens' rewards, its
     value that of the state before its first token. All tokens of a turn have its advantage, and the
     value function learns its return at each of them."""
     mask, count = samples.mask, int(turns.max()) + 1
-    which = turns * mask
+    turns = turns * mask
     zeros = values.new_zeros(len(values), count)
-    rewards = zeros.scatter_add(1, which, samples.rewards * mask)
-    starts = mask & (which != which.roll(1, 1))
+    rewards = zeros.scatter_add(1, turns, samples.rewards * mask)
+    starts = mask & (turns != turns.roll(1, 1))
     starts[:, 0] = mask[:, 0]
-    before = zeros.scatter_add(1, which, values * starts)
-    there = zeros.scatter_add(1, which, values.new_ones(values.shape) * mask) > 0
-    advantages, returns = _with_lambda(replace(samples, rewards=rewards, mask=there), before, lam)
-    return advantages.gather(1, which) * mask, returns.gather(1, which) * mask
+    before = zeros.scatter_add(1, turns, values * starts)
+    steps = zeros.scatter_add(1, turns, values.new_ones(values.shape) * mask) > 0
+    advantages, returns = _with_lambda(replace(samples, rewards=rewards, mask=steps), before, lam)
+    return advantages.gather(1, turns) * mask, returns.gather(1, turns) * mask
 
 
-def _exponential(samples: Samples, values: torch.Tensor, lam: float | torch.Tensor) -> torch.Tensor:
+def _exponential(samples: AdvantageInputs, values: torch.Tensor, lam: float | torch.Tensor
+                 ) -> torch.Tensor:
     """The advantages of :func:`gae` with one lambda, or [B] one of each sample."""
     mask = samples.mask
     rewards, values = samples.rewards * mask, values * mask
@@ -144,7 +145,7 @@ def _exponential(samples: Samples, values: torch.Tensor, lam: float | torch.Tens
     return advantages
 
 
-def _outcomes(samples: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _outcomes(samples: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The reward of each whole response, float64 [B]: its tokens' sum; the sum of its group, and
     how many are in the group."""
     outcomes = (samples.rewards * samples.mask).double().sum(dim=1)
@@ -152,18 +153,18 @@ def _outcomes(samples: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return outcomes, _in_group(samples, outcomes), _in_group(samples, ones)
 
 
-def _in_group(samples: Samples, each: torch.Tensor) -> torch.Tensor:
+def _in_group(samples: AdvantageInputs, each: torch.Tensor) -> torch.Tensor:
     """[B] -> [B]: the sum over each sample's group."""
     group = samples.groups.unique(return_inverse=True)[1]
     return each.new_zeros(len(each)).index_add(0, group, each)[group]
 
 
-def _on_tokens(advantages: torch.Tensor, samples: Samples) -> torch.Tensor:
+def _on_tokens(advantages: torch.Tensor, samples: AdvantageInputs) -> torch.Tensor:
     """[B] -> [B, R]: every token of a response has the response's advantage."""
     return advantages[:, None].to(samples.rewards.dtype) * samples.mask
 
 
-def grpo(samples: Samples) -> tuple[torch.Tensor, None]:
+def grpo(samples: AdvantageInputs) -> tuple[torch.Tensor, None]:
     """Group relative advantages (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
 
     ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)`` over the samples of one prompt, the same on every
@@ -182,7 +183,7 @@ def grpo(samples: Samples) -> tuple[torch.Tensor, None]:
     return _on_tokens(centred, samples), None
 
 
-def rloo(samples: Samples) -> tuple[torch.Tensor, None]:
+def rloo(samples: AdvantageInputs) -> tuple[torch.Tensor, None]:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 8).
 
     ``A_i = R_i - mean of the R_j of the prompt's other samples``, the same on every token. A sample
@@ -193,7 +194,7 @@ def rloo(samples: Samples) -> tuple[torch.Tensor, None]:
     return _on_tokens((outcomes - others) * (counts > 1), samples), None
 
 
-def reinforce_pp(samples: Samples) -> tuple[torch.Tensor, None]:
+def reinforce_pp(samples: AdvantageInputs) -> tuple[torch.Tensor, None]:
     """REINFORCE++ (Hu 2025, arXiv 2501.03262): ``A_t = sum over k >= t of gamma^(k-t) r_k``, to be
     whitened over the whole rollout (``ppo.whiten_advantages``, on unless it is switched off)."""
     nothing = samples.rewards.new_zeros(samples.rewards.shape)
@@ -205,7 +206,7 @@ class Estimator:
     """An advantage estimator, and everything that the configuration and the engine need to know
     about it."""
 
-    estimate: Callable[[Samples], tuple[torch.Tensor, torch.Tensor | None]]
+    estimate: Callable[[AdvantageInputs], tuple[torch.Tensor, torch.Tensor | None]]
     """advantages [B, R], and with a critic the returns [B, R] that it learns"""
     needs_critic: bool
     needs_groups: bool

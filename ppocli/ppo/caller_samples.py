@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.schema import GenerationConfig
+from ppocli.config.schema import GenerationConfig, TrainConfig
 from ppocli.data import columns
 from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
 from ppocli.distributed.deepspeed_internals import whole_shape
@@ -24,30 +24,30 @@ from ppocli.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_referenc
 from ppocli.ppo.session import Session, max_prompt_tokens
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
-from ppocli.sampling.token_choice import ROLLOUT
+from ppocli.sampling.token_choice import ROLLOUT, SamplingSpec
 from ppocli.training.build_models import sampling_specs
 from ppocli.training.task import StepContext
 
 
-def rows_of(session: Session, given: Any, attention_mask: Any = None, *, where: str) -> list[Any]:
-    """What a caller gives for several samples as a list of one item each.
+def rows_of(session: Session, items: Any, attention_mask: Any = None, *, where: str) -> list[Any]:
+    """A caller's argument for several samples as a list of one item each.
 
     Args:
-        given: a list of them, of which each may be a tensor [1, L]; one tensor [L], or [B, L]; or a
+        items: a list of them, of which each may be a tensor [1, L]; one tensor [L], or [B, L]; or a
             tokenizer's answer, with ``input_ids`` and an ``attention_mask``.
-        attention_mask: 0 where a row of ``given`` is padded.
+        attention_mask: 0 where a row of ``items`` is padded.
 
     Raises:
         ConfigError: one text; a mask of another shape; rows that seem to be padded, without one.
     """
-    if isinstance(given, str):
+    if isinstance(items, str):
         raise ConfigError(f"{where} is one text, not a list of them.", where=where,
-                          fix=f"[{given!r}]")
-    if isinstance(given, Mapping) and "input_ids" in given:
-        given, attention_mask = given["input_ids"], given.get("attention_mask", attention_mask)
-    if getattr(given, "ndim", None) == 1:
-        given, attention_mask = [given], None if attention_mask is None else [attention_mask]
-    rows = [row[0] if getattr(row, "ndim", None) == 2 and len(row) == 1 else row for row in given]
+                          fix=f"[{items!r}]")
+    if isinstance(items, Mapping) and "input_ids" in items:
+        items, attention_mask = items["input_ids"], items.get("attention_mask", attention_mask)
+    if getattr(items, "ndim", None) == 1:
+        items, attention_mask = [items], None if attention_mask is None else [attention_mask]
+    rows = [row[0] if getattr(row, "ndim", None) == 2 and len(row) == 1 else row for row in items]
     if attention_mask is not None:
         masks = list(attention_mask)
         if list(map(len, masks)) != list(map(len, rows)):
@@ -56,7 +56,7 @@ def rows_of(session: Session, given: Any, attention_mask: Any = None, *, where: 
         return [[i for i, kept in zip(_plain(row), _plain(mask), strict=True) if kept]
                 for row, mask in zip(rows, masks, strict=True)]
     pad = session.tokenizer.pad_token_id
-    if getattr(given, "ndim", None) == 2 and len(rows) > 1 and any(
+    if getattr(items, "ndim", None) == 2 and len(rows) > 1 and any(
             pad in _plain(row)[:1] + _plain(row)[-1:] for row in rows):
         raise ConfigError(f"Rows of the tensor begin or end with {pad}, which pads, and nothing "
                           "says whether it does here.", where=where,
@@ -69,12 +69,13 @@ def _plain(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
+def prompts_of(session: Session, items: list[Any], cfg: TrainConfig) -> PromptBatch:
     """Prompts as a batch, in their order: texts (or mappings with a ``prompt`` and columns) are
     rendered and tokenised as those of ``prompts.items``, token ids are taken as they are.
 
     Args:
         items: B texts, mappings, or lists or tensors of token ids.
+        cfg: whose ``generation`` decides how long a response can be.
 
     Raises:
         ConfigError: no prompts, ids that the model doesn't have or that leave no room for a
@@ -83,13 +84,13 @@ def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
     """
     if not items:
         raise ConfigError("There are no prompts.", where="prompts", fix="give at least one")
-    longest = max_prompt_tokens(session.cfg, session.policy.lm)
+    longest = max_prompt_tokens(cfg, session.policy.lm)
     if all(isinstance(item, (str, dict)) for item in items):
-        found = load_prompts(replace(session.cfg.prompts, limit=None), session.tokenizer,
-                             seed=session.cfg.seed, max_prompt_tokens=longest, items=items,
-                             whole=has_encoder(session.policy.lm))
-        if len(found) != len(items):
-            raise ConfigError(f"{len(items) - len(found)} of the {len(items)} prompts are blank, "
+        prompts = load_prompts(replace(cfg.prompts, limit=None), session.tokenizer, seed=cfg.seed,
+                               max_prompt_tokens=longest, items=items,
+                               whole=has_encoder(session.policy.lm))
+        if len(prompts) != len(items):
+            raise ConfigError(f"{len(items) - len(prompts)} of the {len(items)} prompts are blank, "
                               "have no token or are overlong.", where="prompts",
                               fix="leave them out")
     else:
@@ -99,10 +100,10 @@ def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
                 raise ConfigError(f"A prompt of {len(row)} tokens leaves no room for a response: "
                                   f"the model takes {longest}.", where=f"prompts[{i}]",
                                   fix="cut it, or lower generation.max_new_tokens")
-        found = PromptSet(ids, session.tokenizer.batch_decode(ids, skip_special_tokens=True), {},
-                          ())
+        texts = session.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        prompts = PromptSet(ids, texts, {}, ())
     count = len(items)
-    return found.batch(range(count), range(count), session.tokenizer.pad_token_id)
+    return prompts.batch(range(count), range(count), session.tokenizer.pad_token_id)
 
 
 def pad_to_equal_share(session: Session, prompts: PromptBatch, first: int
@@ -116,15 +117,15 @@ def pad_to_equal_share(session: Session, prompts: PromptBatch, first: int
     Returns:
         the prompts, and how many samples all ranks have together.
     """
-    ranks, own = session.backend.ranks, len(prompts)
-    counts = ranks.gather(own)
+    ranks, count = session.backend.ranks, len(prompts)
+    counts = ranks.gather(count)
     start = first + sum(counts[:ranks.rank])
-    rows = [min(i, own - 1) for i in range(max(counts))]
+    rows = [min(i, count - 1) for i in range(max(counts))]
     return replace(prompts.rows(rows), episodes=[start + i for i in rows]), sum(counts)
 
 
-def token_ids(session: Session, given: Any, where: str, *, sampled: bool = False) -> list[int]:
-    """Token ids as a list of numbers that the model knows.
+def token_ids(session: Session, value: Any, where: str, *, sampled: bool = False) -> list[int]:
+    """Token ids as a list of numbers that the model has.
 
     Args:
         sampled: whether they are the policy's own choice, so that each needs a token.
@@ -133,14 +134,14 @@ def token_ids(session: Session, given: Any, where: str, *, sampled: bool = False
         ConfigError: no list, array or tensor of them, or an empty one.
     """
     # a single id may be squeezed
-    values = [_plain(given)] if getattr(given, "ndim", None) == 0 else _plain(given)
+    values = [_plain(value)] if getattr(value, "ndim", None) == 0 else _plain(value)
     size = whole_shape(session.policy.lm.get_input_embeddings().weight)[0]
     absent = set[int]()
     if sampled:
         vocabulary = vocabulary_of(session.policy.lm)
         size, absent = vocabulary.size, set(vocabulary.gaps)
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"{str(given)[:60]!r} is no list of token ids.", where=where,
+        raise ConfigError(f"{str(value)[:60]!r} is no list of token ids.", where=where,
                           fix="give texts alone, or token ids alone")
     ids = list(values)
     wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int)
@@ -168,7 +169,7 @@ def chunks_of(session: Session, context: StepContext, queries: Any, responses: A
         ConfigError: another number of them, ids that the model doesn't have, or too many.
     """
     def read() -> tuple[PromptBatch, list[list[int]]]:
-        prompts = prompts_of(session, rows_of(session, queries, where="queries"))
+        prompts = prompts_of(session, rows_of(session, queries, where="queries"), session.cfg)
         items = [] if responses is None else rows_of(session, responses, where="responses")
         if len(items) != len(prompts):
             raise ConfigError(f"There are {len(prompts)} queries, but {len(items)} as responses.",
@@ -179,8 +180,8 @@ def chunks_of(session: Session, context: StepContext, queries: Any, responses: A
     count = len(rows)
     prompts, _ = pad_to_equal_share(session, prompts, first)
     rows += rows[-1:] * (len(prompts) - count)
-    return list(rollout.generate_chunks(session, context, prompts, count,
-                                        _samples(session, prompts, rows)))
+    return list(rollout.generate_chunks(session, context, session.policy, session.sampling,
+                                        prompts, count, _samples(session, prompts, rows)))
 
 
 def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[Any]
@@ -214,7 +215,7 @@ def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], firs
            forward: bool, gaps: bool) -> Rollout:
     """The chunks with their scores, logprobs, values and KL as one rollout.
 
-    The session's reward is asked once, for all samples.
+    The session's reward is called once, for all samples.
 
     Args:
         first: the number that the first sample counts as.
@@ -235,17 +236,17 @@ def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], firs
     context.clock.mark("reward")
     parts, start = [], 0
     for chunk in chunks:
-        measured = measure_chunk(session, context, chunk,
+        measured = measure_chunk(session, context, session.policy, chunk,
                                  forward=forward or not session.from_decode)
-        rows = slice(start, start + len(chunk))
-        if len(chunk):
+        rows = slice(start, start + len(chunk.responses))
+        if chunk.responses:
             parts.append(rollout_of(session, chunk, columns.rows_of(scores, rows), measured))
         start = rows.stop
     whole = rollout.of_all_ranks(session, parts)
     if ranks.any(gaps):
         places = whole.sequences.actions
         after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))
-        whole = replace(whole, gaps=after.clamp(min=0))
+        whole = replace(whole, extras=replace(whole.extras, gaps=after.clamp(min=0)))
     context.clock.mark("scoring")
     return replace(whole, prompts=replace(
         whole.prompts, episodes=list(range(first, first + len(whole)))))
@@ -262,13 +263,14 @@ def masked(chunks: Sequence[Chunk], masks: Sequence[Any], scores: Any) -> tuple[
     Raises:
         ConfigError: masks of another number or length, or without a true value.
     """
-    count, given, found, start = sum(map(len, chunks)), list(map(_plain, masks)), [], 0
-    if len(given) != count:
-        raise ConfigError(f"There are {len(given)} response_masks for {count} samples.",
+    plain, parts, start = list(map(_plain, masks)), list[Chunk](), 0
+    count = sum(len(chunk.responses) for chunk in chunks)
+    if len(plain) != count:
+        raise ConfigError(f"There are {len(plain)} response_masks for {count} samples.",
                           where="response_masks", fix="give one to each response")
     for chunk in chunks:
-        kept = chunk.out.mask.clone()
-        for row, mask in enumerate(given[start:start + len(chunk)]):
+        kept, size = chunk.out.mask.clone(), len(chunk.responses)
+        for row, mask in enumerate(plain[start:start + size]):
             length = int(kept[row].sum())
             if len(mask) != length or not any(mask):
                 what = f"has {len(mask)} values" if any(mask) else "keeps no token"
@@ -277,18 +279,18 @@ def masked(chunks: Sequence[Chunk], masks: Sequence[Any], scores: Any) -> tuple[
                                   fix="give one value for each token, not 0 where it trains")
             kept[row, :length] = torch.tensor(mask).bool()
         out = chunk.out.only(kept)
-        found.append(replace(chunk, out=out, samples=out.first(len(chunk))))
-        start += len(chunk)
+        parts.append(replace(chunk, out=out, samples=out.first(size)))
+        start += size
     if isinstance(scores, (list, tuple)) and len(scores) == count:
         scores = [[value for value, kept in zip(_plain(score), mask, strict=True) if kept]
                   if isinstance(score, (list, tuple)) and len(score) == len(mask) else score
-                  for score, mask in zip(scores, given, strict=True)]
-    return found, scores
+                  for score, mask in zip(scores, plain, strict=True)]
+    return parts, scores
 
 
-def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int] | None,
-             chunk: int | None) -> Session:
-    """The session as one call of ``generate`` wants it.
+def sampling_of_call(session: Session, generation: GenerationConfig, ends: Sequence[int] | None,
+                     chunk: int | None) -> SamplingSpec:
+    """How one call of ``generate`` samples.
 
     Args:
         generation: in place of the configuration's.
@@ -300,16 +302,16 @@ def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int]
     """
     if chunk is not None and chunk < 1:
         raise ConfigError(f"batch_size is {chunk}.", where="batch_size", fix="give 1 or more")
-    cfg, (spec, _) = session.cfg, sampling_specs(generation, session.tokenizer, session.loaded)
-    return replace(session, sampling=spec if ends is None else replace(spec, stop_ids=tuple(ends)),
-                   cfg=replace(cfg, generation=generation,
-                               ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
+    spec, _ = sampling_specs(generation, session.tokenizer, session.loaded)
+    return spec if ends is None else replace(spec, stop_ids=tuple(ends))
 
 
-def reference_responses(session: Session, context: StepContext, prompts: PromptBatch
-                        ) -> list[list[int]]:
-    """The ids of the reference's response to each prompt, drawn with the random numbers of the
-    policy's.
+def reference_responses(session: Session, context: StepContext, prompts: PromptBatch,
+                        spec: SamplingSpec, size: int) -> list[list[int]]:
+    """The ids of the reference's response to each prompt, with the random numbers of the policy's.
+
+    Args:
+        size: prompts at a time; 0: the session's.
 
     Raises:
         ConfigError: there is no reference.
@@ -318,8 +320,7 @@ def reference_responses(session: Session, context: StepContext, prompts: PromptB
         raise ConfigError("There is no reference.", where="model.reference.kind",
                           fix="leave generate_ref_response out")
     with session.reference.view(session.policy.lm) as lm:
-        return sample_reference(session, context, lm, prompts, session.sampling,
-                                ROLLOUT).action_ids
+        return sample_reference(session, context, lm, prompts, spec, ROLLOUT, size).action_ids
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

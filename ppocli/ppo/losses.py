@@ -1,10 +1,11 @@
 """The clipped PPO objective over response tokens laid flat."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ppocli.ppo.kl import ROUNDING, kl_per_token
+from ppocli.ppo.shaping import ROUNDING, kl_per_token
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
                 "seq-mean-token-sum-norm")
@@ -66,11 +67,11 @@ class LossOptions:
     kl_coef: float = 0.0
     """of the KL term; 0 where the reward is charged instead"""
     kl_estimator: str = "k3"
-    """of the KL term, one of ``ppocli.ppo.kl.SAMPLED_ESTIMATORS``, unless the KL itself is given"""
+    """of the KL term, one of ``ppocli.ppo.shaping.SAMPLED_ESTIMATORS``, unless the full KL is an
+    argument"""
 
 
-@dataclass(frozen=True, slots=True)
-class PPOLoss:
+class PPOLoss(NamedTuple):
     """The loss of one micro-batch and its terms; scalars.
 
     Summed over the micro-batches of an update, the terms are the update's loss and the diagnostics

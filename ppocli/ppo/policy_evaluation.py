@@ -2,15 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ppocli.config.schema import GenerationConfig
 from ppocli.config.text import shown
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.distributed.ranks import interleave
+from ppocli.models.policy import Policy
 from ppocli.ppo import step_metrics
 from ppocli.ppo.reward_calls import judge
-from ppocli.ppo.rollout import measure, response_texts, sample_policy, sample_reference
+from ppocli.ppo.rollout import (
+    Chunk,
+    measure,
+    response_texts,
+    sample_policy,
+    sample_reference,
+)
 from ppocli.ppo.session import EvalSession
 from ppocli.runs.episode import DONE
 from ppocli.sampling.samples import Samples
@@ -41,22 +49,42 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSpec | None = None
-                    ) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy,
+                    spec: SamplingSpec | None = None) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
     A sample is a function of seed, prompt and number alone.
 
     Args:
-        spec: how responses are sampled; None: as the configuration says.
+        policy: as the sampler's ``acting`` yields it.
+        spec: how responses are sampled; None: as the configuration has it.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, num_local in _shares(session, context):
-        yield interleave(session.backend.ranks.gather(
-            _one_share(session, context, spec or session.eval_sampling, batch, num_local)))
+    spec = spec or session.eval_sampling
+    # in fp32 the decoding pass has computed the policy's logprobs already
+    decoded = session.from_decode and spec.temperature == 1.0
+    for prompts, num_local in _shares(session, context):
+        whole = Samples.joined(list(sample_policy(session, context, policy, prompts, spec,
+                                                  EVALUATION)))
+        columns = measure(session, context, policy, whole, phase="scoring of the evaluation",
+                          want_policy=not decoded, want_values=False, estimator="k1",
+                          temperature=1.0)
+        batch, out = prompts.first(num_local), whole.first(num_local)
+        chunk = Chunk(whole, batch, out, response_texts(session, batch, out, spec))
+        scores, metrics = judge(session, context, chunk, "reward at evaluation")
+        context.stop.meet()
+        kl = [None] * num_local if session.reference is None else (
+            columns["kl"].sum(1).tolist()[:num_local])
+        shown = [score if valid else None
+                 for score, valid in zip(scores.scores, scores.valid, strict=True)]
+        rows = step_metrics.sample_rows(
+            {"prompt": batch.texts, "response": chunk.responses, "score": shown, "kl": kl,
+             "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
+            {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
+        yield interleave(session.backend.ranks.gather(rows))
 
 
 def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
@@ -76,28 +104,6 @@ def _shares(session: EvalSession, context: StepContext) -> Iterator[tuple[Prompt
         episodes, num_local = ranks.share(range(total)[start:start + size])
         yield prompts.batch([episode % len(prompts) for episode in episodes], episodes,
                             session.tokenizer.pad_token_id), num_local
-
-
-def _one_share(session: EvalSession, context: StepContext, spec: SamplingSpec, batch: PromptBatch,
-               num_local: int) -> list[dict[str, Any]]:
-    """This rank's samples, the first ``num_local`` of the batch's."""
-    # in fp32 the decoding pass has computed the policy's logprobs already
-    decoded = session.from_decode and spec.temperature == 1.0
-    out = Samples.joined(list(sample_policy(session, context, batch, spec, EVALUATION)))
-    measured = measure(session, context, out, phase="scoring of the evaluation",
-                       want_policy=not decoded, want_values=False, estimator="k1", temperature=1.0)
-    batch, out = batch.first(num_local), out.first(num_local)
-    responses = response_texts(session, batch, out, spec)
-    scores, metrics = judge(session, context, batch, out, responses, "reward at evaluation")
-    context.stop.meet()
-    kl = [None] * num_local if session.reference is None else (
-        measured.kl.sum(1).tolist()[:num_local])
-    shown = [score if valid else None
-             for score, valid in zip(scores.scores, scores.valid, strict=True)]
-    return step_metrics.sample_rows(
-        {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
-         "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
-        {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
 
 
 def evaluate(session: EvalSession, context: StepContext) -> Evaluation:
@@ -120,22 +126,22 @@ def evaluate(session: EvalSession, context: StepContext) -> Evaluation:
 
 
 def _evaluate_once(session: EvalSession, context: StepContext, spec: SamplingSpec) -> Evaluation:
-    with session.acting() as acting:
-        samples = [row for chunk in evaluate_chunks(acting, context, spec) for row in chunk]
-    return Evaluation(evaluation_figures(samples), [row_of_run(row) for row in samples],
+    with session.sampler.acting(session.policy) as policy:
+        samples = list(chain.from_iterable(evaluate_chunks(session, context, policy, spec)))
+    return Evaluation(evaluation_figures(samples), list(map(row_of_run, samples)),
                       sum(s["response_tokens"] for s in samples))
 
 
 def reference_responses(session: EvalSession, context: StepContext) -> list[str]:
-    """The reference's response to each prompt of an evaluation, drawn with the random numbers of
-    the policy's.
+    """The reference's response to each prompt of an evaluation, with the random numbers of the
+    policy's.
 
     Raises:
         StopRequested.
     """
     assert session.reference is not None  # else config/sampling.py has refused
     texts: list[str] = []
-    with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
+    with session.sampler.acting(session.policy) as policy, session.reference.view(policy.lm) as lm:
         for batch, num_local in _shares(session, context):
             out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
             texts += interleave(session.backend.ranks.gather(

@@ -3,14 +3,14 @@
 import hashlib
 import json
 import logging
-from dataclasses import asdict, fields, replace
-from pathlib import Path
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ppocli.config import algorithm, schema, schema_training
+from ppocli.models.loading import chat_template
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
 from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics
@@ -20,7 +20,6 @@ from ppocli.ppo.policy_evaluation import evaluate, reference_responses
 from ppocli.ppo.session import Session, build_session
 from ppocli.rewards.scoring import check_invalid_share
 from ppocli.runs.episode import Sample, transcript_turns
-from ppocli.runs.run_logs import JsonlWriter
 from ppocli.training import task
 from ppocli.training.build_models import saved_policy
 from ppocli.training.state import TrainState
@@ -35,15 +34,21 @@ class PPOTask(task.Task):
     """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) of a language model on
     a reward, with a KL penalty to a reference."""
 
-    terms = tuple(f.name for f in fields(PPOLoss))
+    terms: tuple[str, ...] = PPOLoss._fields
     maxima = frozenset({"max_log_ratio"})
+    remedy = ("lower ppo.optimizer.lr, raise ppo.init_kl_coef, check the reward's scale, or use "
+              "hardware.precision=fp32")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
-        self.trained, self.passes, self.judging = session.trained, session.passes, session.judging
+        self.trained, self.passes = session.trained, session.passes
+        self.judging = chat_template.tokenizers_of(session.reward)
         self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
         self.examples = len(session.prompts) if self.cfg.ppo.epochs else None
+        self.samples_per_pass = self.cfg.ppo.n * len(session.prompts)
+        self.chunk_size = session.chunk_size
+        self.resume = PPOResume(self)
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._ref_responses: list[str] | None = None
@@ -54,40 +59,31 @@ class PPOTask(task.Task):
         coef = self.cfg.ppo.init_kl_coef
         return records.PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
 
-    def chunks(self, state: TrainState) -> int:
-        """As :class:`Task`."""
-        return -(-self._count(state) // self.session.chunk_size)
-
-    def _count(self, state: TrainState, steps: int = 1) -> int:
-        """Samples of so many steps, or as many as are left."""
-        return min(steps * self.samples_per_step, self.total_samples() - state.episodes)
-
     def collect(self, state: TrainState, context: task.StepContext) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
+        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
         start = state.episodes + records.PPOState.from_json(state.task).left_out
-        session, count = self.session, self._count(state)
+        left = self.length.total_samples - state.episodes
+        count = min(size, left)
         episodes = range(start, start + count)
-        if self.cfg.ppo.dynamic_sampling is not None:
+        if cfg.ppo.dynamic_sampling is not None:
             return rollout_sources.collect_differing(session, context, start, count)
-        if self.cfg.rollout.ahead:
+        if cfg.rollout.ahead:
             batch, self._ahead = rollout_sources.collect_ahead(
-                session, context, self._ahead, episodes, start + self._count(state, 2))
+                session, context, self._ahead, episodes, start + min(2 * size, left))
             return batch
-        if (late := self.cfg.ppo.staleness) or state.tensors:
-            return rollout_sources.collect_stale(session, context, state.tensors, episodes,
-                                            start + self._count(state, 1 + late))
+        if cfg.ppo.staleness or state.tensors:
+            return rollout_sources.collect_stale(
+                session, context, state.tensors, episodes,
+                start + min((1 + cfg.ppo.staleness) * size, left))
         context.clock.mark("other")
         return step.collect_rollout(session, context, start, count)
 
-    def progress(self, step: int) -> tuple[int, int, float]:
-        """As :class:`Task`."""
-        passes = self.samples_at(step) / self.cfg.ppo.n / len(self.session.prompts)
-        return step, self.total_steps(), passes
-
-    def _share_done(self, state: TrainState) -> float:
+    def share_done(self, state: TrainState) -> float:
         """0 in the first step of the run, 1 in the last."""
-        left = max(self.total_samples() - state.episodes - self._count(state), 0)
-        return state.step / max(state.step + -(-left // self.samples_per_step), 1)
+        size = self.length.samples_per_step
+        left = max(self.length.total_samples - state.episodes - size, 0)
+        return state.step / max(state.step + -(-left // size), 1)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -98,56 +94,48 @@ class PPOTask(task.Task):
         Raises:
             RewardError: too few samples have a valid score.
         """
-        check_invalid_share(int((~batch.valid).sum()), len(batch),
-                            [one.error for one in batch.episodes if one.error])
+        if invalid := int((~batch.valid).sum()):
+            check_invalid_share(invalid, len(batch),
+                                [one.error for one in batch.extras.episodes if one.error])
         ppo_state = records.PPOState.from_json(state.task)
+        pretrains = (ppo_state.pretrained_at is None
+                     and state.step < self.cfg.ppo.value_pretrain_steps)
         experience = step.to_experience(
-            batch, ppo_state, self.cfg, progress=self._share_done(state),
-            pretrains=ppo_state.pretrains(self.cfg.ppo, state.step))
+            batch, ppo_state, self.cfg, progress=self.share_done(state), pretrains=pretrains)
         return step.plan_updates(self.session, experience, state.step, ppo_state.mixed_in)
 
     def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment, or
         ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
-        count = len(atoms)
-        if atoms.examples is not None and int(rows[0]) >= count:
-            nll, tokens = ptx.examples_loss(self.session, atoms.examples, rows - count, weights)
+        examples, count = atoms.extras.examples, len(atoms)
+        if examples is not None and int(rows[0]) >= count:
+            nll, tokens = ptx.examples_loss(self.session, examples, rows - count, weights)
             total = self.cfg.ppo.ptx.coef * nll
-            return task.LossTerms(total, self._terms(total=total, ptx=nll), tokens)
-        terms, tokens = step.loss(self.session, atoms, rows, weights, group)
-        return task.LossTerms(terms.total, self._terms(
-            **{f.name: getattr(terms, f.name) for f in fields(terms)}), tokens)
-
-    def _terms(self, **terms: torch.Tensor) -> torch.Tensor:
-        """:attr:`LossTerms.terms` of these, and 0 for the others."""
-        zero = terms["total"].new_zeros(())
-        return torch.stack([terms.get(name, zero).detach() for name in self.terms])
+            terms = {"total": total, "ptx": nll}
+        else:
+            of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
+            total = of_policy.total
+            terms = of_policy._asdict()
+        zero = total.new_zeros(())
+        return task.LossTerms(
+            total, torch.stack([terms.get(name, zero).detach() for name in self.terms]), tokens)
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
         ppo = self.cfg.ppo
-        if (verdict := super().judge(terms)) is not task.Verdict.STEP:
-            return verdict
+        if not all(map(math.isfinite, terms.values())):
+            return task.Verdict.NONFINITE
         if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
             return task.Verdict.STOP
-        if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
-            return task.Verdict.SKIP
-        return verdict
-
-    def remedy(self) -> str:
-        """As :class:`Task`."""
-        return ("lower ppo.optimizer.lr, raise ppo.init_kl_coef, check the reward's scale, or use "
-                "hardware.precision=fp32")
-
-    def why_skipped(self, terms: dict[str, float]) -> str:
-        """As :class:`Task`."""
-        threshold = self.cfg.ppo.ratio_threshold or 0.0
+        if ppo.ratio_threshold is None or terms["ratio"] <= ppo.ratio_threshold:
+            return task.Verdict.STEP
         ratio = next(text for digits in range(3, 18)
-                     if float(text := f"{terms['ratio']:.{digits}g}") > threshold)
-        return (f"Mean ratio {ratio} exceeds ppo.ratio_threshold={threshold:g} (log-ratios of up "
-                f"to {terms['max_log_ratio']:.3g}): the policy has moved too far from the one that "
-                "sampled")
+                     if float(text := f"{terms['ratio']:.{digits}g}") > ppo.ratio_threshold)
+        log.warning("Mean ratio %s exceeds ppo.ratio_threshold=%g (log-ratios of up to %.3g): the "
+                    "policy has moved too far from the one that sampled; the update is skipped.",
+                    ratio, ppo.ratio_threshold, terms["max_log_ratio"])
+        return task.Verdict.SKIP
 
     def finish(self, state: TrainState, batch: records.Rollout, plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
@@ -157,20 +145,19 @@ class PPOTask(task.Task):
         after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
         if self.session.examples is not None:
             after = replace(after, mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
-        tokens = int(batch.response_mask.sum())
-        if batch.waiting or state.tensors:  # sampled now for later steps, or before for this one
-            tokens += (rollout_sources.response_tokens(batch.waiting)
+        extras, tokens = batch.extras, int(batch.sequences.mask.sum())
+        if extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
+            tokens += (rollout_sources.response_tokens(extras.waiting)
                        - rollout_sources.response_tokens(state.tensors))
-        if batch.dynamic_sampling is not None:
-            tokens = batch.dynamic_sampling.tokens
-            left_out = batch.dynamic_sampling.samples - len(batch)
-            after = replace(after, left_out=before.left_out + left_out)
+        if extras.sampled:
+            tokens = extras.sampled_tokens
+            after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
         row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = step_metrics.watch(self.session, batch, after, row, state)
         if gap := step_metrics.decoding_gap(self.session, result):
             after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
-            self.session = replace(self.session, decoding_differs=True)
-        return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
+            self.session.decoding_differs = True
+        return task.Finished(row, after.to_json(), tensors=extras.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
 
     def on_step_end(self, state: TrainState) -> None:
@@ -191,48 +178,6 @@ class PPOTask(task.Task):
             {**sample, "ref_response": text}
             for sample, text in zip(evaluation.samples, self._ref_responses, strict=True)])
 
-    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
-        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
-        old, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
-        self.session = replace(self.session, decoding_differs=old.decoding_differs)
-        for line in step_metrics.carried_over(old, new, self.cfg.ppo, self._share_done(saved)):
-            log.info(line)
-        if old.init_kl_coef != new.init_kl_coef:
-            old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
-        return replace(saved, task=old.to_json())
-
-    def digests(self) -> dict[str, str]:
-        """As :class:`Task`: of the prompts and of the reference's weights."""
-        session = self.session
-        digests = {"prompts": session.prompts.digest(),
-                   "evaluation prompts": session.eval_prompts.digest(),
-                   "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
-                   "reference model": session.reference_digest()}
-        return {name: digest for name, digest in digests.items() if digest is not None}
-
-    def eval_fingerprint(self) -> str:
-        """As :class:`Task`; under another, figures are not comparable with the best so far."""
-        return self._judges(*self._how_judged(), *self.session.reward_model_digests())
-
-    def eval_fingerprints(self) -> tuple[str, ...]:
-        """As :class:`Task`: without weights; with all of the reward's keys, and no environment."""
-        return self._judges(*self._how_judged()), self._judges(asdict(self.cfg.reward))
-
-    def _how_judged(self) -> list[Any]:
-        reward = asdict(self.cfg.reward) | {name: getattr(schema.RewardConfig(), name) for name in (
-            "timeout", "retries", "overlap", "ranks")}  # how it is called
-        env = {name: value for name, value in asdict(self.cfg.env).items()
-               if name not in ("timeout", "retries", "workers")}
-        return [reward, self.cfg.env.fn and env]
-
-    def _judges(self, reward: dict[str, Any], *more: Any) -> str:
-        for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
-            if reward[name] == early:  # as before there were others
-                del reward[name]
-        judge = [reward, asdict(self.cfg.generation), self.cfg.checkpoint.metric,
-                 self.cfg.prompts.eval.repeat, *more]
-        return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
-
     def modules(self) -> dict[str, torch.nn.Module]:
         """As :class:`Task`: the value function's, and a reference that follows the policy."""
         policy = self.session.policy
@@ -242,10 +187,6 @@ class PPOTask(task.Task):
             modules["reference"] = getattr(self.session.reference, "lm", None)
         return {name: module for name, module in modules.items() if module is not None}
 
-    def kept_step(self, state: TrainState) -> int | None:
-        """As :class:`Task`: the end of value pretraining, from which other runs can start."""
-        return records.PPOState.from_json(state.task).pretrained_at
-
     def schedule(self, role: str) -> schema_training.SchedulerConfig:
         """As :class:`Task`: ``ppo.value_scheduler`` for the critic."""
         return (algorithm.value_scheduler(self.cfg.ppo) if role == "value"
@@ -253,10 +194,11 @@ class PPOTask(task.Task):
 
     def preview(self, batch: records.Rollout) -> list[Sample]:
         """As :class:`Task`."""
-        transcripts: list[Any] = [transcript_turns(step_metrics.episode_row(one))
-                                  for one in batch.episodes]
-        return list(zip(batch.prompts.texts, transcripts or batch.responses, batch.shown_scores,
-                        strict=True))[:4]
+        texts: list[Any] = batch.responses
+        if batch.extras.episodes:
+            texts = [transcript_turns(step_metrics.episode_row(one))
+                     for one in batch.extras.episodes]
+        return list(zip(batch.prompts.texts, texts, batch.shown_scores, strict=True))[:4]
 
     def sample_rows(self, batch: records.Rollout, step: int) -> list[dict[str, Any]]:
         """As :class:`Task`."""
@@ -266,19 +208,68 @@ class PPOTask(task.Task):
         """As :class:`Task`."""
         return {"kl_coef": records.PPOState.from_json(state.task).kl_coef}
 
-    def write_dump(self, folder: Path, batch: records.Rollout, plan: task.Plan, step: int) -> None:
-        """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
-        columns = {f.name: getattr(part, f.name) for part in (plan.atoms, plan.atoms.sequences)
-                   for f in fields(part)}
-        save_file({name: value.cpu().contiguous() for name, value in columns.items()
-                   if isinstance(value, torch.Tensor)}, folder / "experience.safetensors")
-        with JsonlWriter(folder / "samples.jsonl") as lines:
-            lines.append(step_metrics.rollout_samples(batch, step, self.cfg))
-
     def close(self) -> None:
         """As :class:`Task`: what DeepSpeed has built around the reference is torn down."""
         if isinstance(reference := self.session.reference, ShardedCopy):
             reference.engine.destroy()
+
+
+@dataclass(frozen=True, slots=True)
+class PPOResume(task.Resume):
+    """What PPO compares and changes when a run is resumed."""
+
+    task: PPOTask
+
+    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
+        """As :class:`Resume`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
+        old, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
+        self.task.session.decoding_differs = old.decoding_differs
+        for line in step_metrics.carried_over(old, new, self.task.cfg.ppo,
+                                              self.task.share_done(saved)):
+            log.info(line)
+        if old.init_kl_coef != new.init_kl_coef:
+            old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+        return replace(saved, task=old.to_json())
+
+    def digests(self) -> dict[str, str]:
+        """As :class:`Resume`: of the prompts and of the reference's weights."""
+        session = self.task.session
+        digests = {"prompts": session.prompts.digest(),
+                   "evaluation prompts": session.eval_prompts.digest(),
+                   "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
+                   "reference model": session.reference_digest()}
+        return {name: digest for name, digest in digests.items() if digest is not None}
+
+    def eval_fingerprint(self) -> str:
+        """As :class:`Resume`; under another, figures are not comparable with the best so far."""
+        return self._fingerprint(*self._how_judged(), *self.task.session.reward_model_digests())
+
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """As :class:`Resume`: without weights; with all of the reward's keys, and no
+        environment."""
+        return (self._fingerprint(*self._how_judged()),
+                self._fingerprint(asdict(self.task.cfg.reward)))
+
+    def _how_judged(self) -> list[Any]:
+        cfg = self.task.cfg
+        reward = asdict(cfg.reward) | {name: getattr(schema.RewardConfig(), name) for name in (
+            "timeout", "retries", "overlap", "ranks")}  # how it is called
+        env = {name: value for name, value in asdict(cfg.env).items()
+               if name not in ("timeout", "retries", "workers")}
+        return [reward, cfg.env.fn and env]
+
+    def _fingerprint(self, reward: dict[str, Any], *more: Any) -> str:
+        for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
+            if reward[name] == early:  # as before there were others
+                del reward[name]
+        cfg = self.task.cfg
+        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat,
+                 *more]
+        return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
+
+    def kept_step(self, state: TrainState) -> int | None:
+        """As :class:`Resume`: the end of value pretraining, from which other runs can start."""
+        return records.PPOState.from_json(state.task).pretrained_at
 
 
 def build_task(setup: task.TaskSetup) -> PPOTask:

@@ -49,7 +49,7 @@ def with_examples(session: Session, experience: Experience, groups: Sequence[Upd
             counts=torch.cat([counts, group.counts]),
             weights=torch.cat([torch.full((size,), 1.0 / int(counts.sum())), group.weights]),
             kinds=(torch.arange(size + len(group.rows)) >= size).long())
-    return replace(experience, examples=examples), updates
+    return replace(experience, extras=replace(experience.extras, examples=examples)), updates
 
 
 def examples_of(ppo: PPOConfig, samples: int) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ppocli.config.schema import PPOConfig
 from ppocli.data import data_set, prompt_set
 from ppocli.data.columns import joined, rows_of
 from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences
+from ppocli.ppo.losses import LossOptions
 from ppocli.ppo.shaping import RunningMoments
 from ppocli.runs.episode import Episode, turn_numbers
 
@@ -22,21 +22,48 @@ POLICY, CRITIC = "all", "critic"
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicSamplingStats:
-    """What dynamic sampling has drawn for a rollout, what it left out included."""
+class RolloutExtras:
+    """What only some configurations know of the B samples of a rollout."""
 
-    samples: int
-    uniform_groups: int
-    """prompts whose samples all have the same score"""
-    tokens: int
-    """of responses"""
+    dense: torch.Tensor | None = None
+    """[B, R] per-token rewards, when a reward gives them"""
+    sampler_logprobs: torch.Tensor | None = None
+    """[B, R] fp32 as the sampler computed them, where ``Rollout.logprobs`` are others; zero from a
+    sampler that computes none"""
+    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
+    """[n, D] of each sample, on the device: the inputs of the lowest layer that trains, where they
+    were kept; empty where none were"""
+    ref_states: list[torch.Tensor] = field(default_factory=list)
+    """[n, D] of each sample: the reference's final states at its response tokens; empty unless the
+    loss compares whole distributions"""
+    gaps: torch.Tensor | None = None
+    """[B, R] as of :class:`ppocli.ppo.advantages.AdvantageInputs`"""
+    episodes: list[Episode] = field(default_factory=list)
+    """[B] what happened, where an environment answered; else none"""
+    waiting: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """samples for later steps (:mod:`ppocli.ppo.rollout_sources`)"""
+    sampled: int = 0
+    """samples of dynamic sampling, those it left out included; 0 without it"""
+    sampled_tokens: int = 0
+    """response tokens of these"""
+    uniform_groups: int = 0
+    """prompts of dynamic sampling whose samples all have the same score"""
+
+    def rows(self, index: Any) -> RolloutExtras:
+        """Those of the samples at these places, without any that wait."""
+        return rows_of(replace(self, waiting={}), index)
+
+    @staticmethod
+    def joined(parts: Sequence[RolloutExtras]) -> RolloutExtras:
+        """Those of the samples of several, padded to the widest."""
+        return joined(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
 
-    All tensors are on the CPU; what is known of the actions is right-padded to R of them.
+    All tensors are on the CPU; figures of the actions are right-padded to R of them.
     """
 
     prompts: prompt_set.PromptBatch
@@ -53,36 +80,18 @@ class Rollout:
     """[B, R] per-token KL estimate (nats), as ``ppo.kl_estimator`` says"""
     scores: list[float]
     """[B] raw scores as the rewards gave them"""
-    dense: torch.Tensor | None
-    """[B, R] per-token rewards, when a reward gives them"""
     valid: torch.Tensor
     """[B] bool, false where a sample has no score and is left out of the update"""
     finished: torch.Tensor
     """[B] bool"""
     has_reference: bool
-    """false without a reference model: KL and reference logprobs then say nothing"""
+    """false without a reference model: KL and reference logprobs then mean nothing"""
     responses: list[str]
     parts: dict[str, list[float | None]]
     """scores of each reward by name"""
     logs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """[B] what the rewards logged, as of :class:`~ppocli.rewards.reward_records.RewardScores`"""
-    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
-    """[n, D] of each sample, on the device: what entered the lowest layer that trains, where it was
-    kept; empty where nobody knows of it"""
-    gaps: torch.Tensor | None = None
-    """[B, R] as of :class:`ppocli.ppo.advantages.Samples`"""
-    ref_states: list[torch.Tensor] = field(default_factory=list)
-    """[n, D] of each sample: the reference's final states at its response tokens; empty unless the
-    loss compares whole distributions"""
-    dynamic_sampling: DynamicSamplingStats | None = None
-    """None without dynamic sampling"""
-    sampler_logprobs: torch.Tensor | None = None
-    """[B, R] fp32 as the sampler said them, where ``logprobs`` are others; zero from a sampler that
-    says none"""
-    episodes: list[Episode] = field(default_factory=list)
-    """[B] what happened, where an environment answered; else none"""
-    waiting: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """samples for later steps (:mod:`ppocli.ppo.rollout_sources`)"""
+    extras: RolloutExtras = field(default_factory=RolloutExtras)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -100,21 +109,22 @@ class Rollout:
     @property
     def k1(self) -> torch.Tensor:
         """[B, R] the plainest estimate of the KL, in nats; only with a reference."""
-        return (self.logprobs - self.ref_logprobs) * self.response_mask
+        return (self.logprobs - self.ref_logprobs) * self.sequences.mask
 
     @property
     def gap(self) -> torch.Tensor | None:
         """[B, R] log-ratio of the trained policy to the one that sampled, in nats; None where they
-        are the same, or the sampler doesn't say."""
-        if self.sampler_logprobs is None or not bool(self.sampler_logprobs.any()):
+        are the same, or the sampler computes no logprobs."""
+        sampler_logprobs = self.extras.sampler_logprobs
+        if sampler_logprobs is None or not bool(sampler_logprobs.any()):
             return None
-        return (self.logprobs - self.sampler_logprobs) * self.response_mask
+        return (self.logprobs - sampler_logprobs) * self.sequences.mask
 
     @property
     def turns(self) -> torch.Tensor | None:
-        """[B, R] int64 which turn each action belongs to; None without an environment."""
-        return torch.tensor(turn_numbers(self.episodes, self.response_mask.shape[1])) \
-            if self.episodes else None
+        """[B, R] int64 turn of each action; None without an environment."""
+        episodes, width = self.extras.episodes, self.sequences.mask.shape[1]
+        return torch.tensor(turn_numbers(episodes, width)) if episodes else None
 
     @property
     def shown_scores(self) -> list[float | None]:
@@ -125,16 +135,16 @@ class Rollout:
     @property
     def valid_scores(self) -> list[float]:
         """The scores of the samples that have one."""
-        return [score for score in self.shown_scores if score is not None]
+        return torch.tensor(self.scores, dtype=torch.float64)[self.valid].tolist()
 
     @staticmethod
     def joined(parts: Sequence[Rollout]) -> Rollout:
         """The samples of several, padded to the widest."""
         if len(parts) == 1:
             return parts[0]
-        if any(part.dense is not None for part in parts):
-            parts = [part if part.dense is not None else replace(part, dense=part._on_last())
-                     for part in parts]
+        if any(part.extras.dense is not None for part in parts):
+            parts = [part if part.extras.dense is not None else replace(
+                part, extras=replace(part.extras, dense=part._on_last())) for part in parts]
         return joined(parts)
 
     def _on_last(self) -> torch.Tensor:
@@ -145,12 +155,37 @@ class Rollout:
 
     def rows(self, order: list[int]) -> Rollout:
         """The samples at these places, without any that wait."""
-        return rows_of(replace(self, waiting={}), order)
+        return rows_of(self, order)
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceExtras:
+    """What only some configurations need to learn from B samples."""
+
+    ref_logprobs: torch.Tensor | None = None
+    """[B, R] where the KL is a term of the loss"""
+    counts: torch.Tensor | None = None
+    """[B, R] bool of the actions that are in the loss; None: all are"""
+    importance: torch.Tensor | None = None
+    """[B, R] factors of each token's policy loss; None: there are none"""
+    imitated: torch.Tensor | None = None
+    """[B] bool, whether the likelihood of a sample is a term of the loss; None: of none"""
+    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
+    """as of :class:`RolloutExtras`"""
+    ref_states: list[torch.Tensor] = field(default_factory=list)
+    """as of :class:`RolloutExtras`"""
+    ref_head: HeadWeights | None = None
+    """of the reference, on the device, where there are ``ref_states``"""
+    examples: data_set.Examples | None = None
+    """those of ``ppo.ptx.data`` that the updates mix in; None: none"""
+    pretrains: bool = False
+    """whether the value function alone learns, on returns of lambda 1"""
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """What phase 2 needs of B samples and no more; CPU tensors. Read by ``optimize``."""
+    """What phase 2 needs of B samples and no more. Made by ``to_experience``, read by
+    ``optimize``."""
 
     sequences: Sequences
     """tokens and action places"""
@@ -160,28 +195,9 @@ class Experience:
     """None without a critic, as are ``returns``"""
     advantages: torch.Tensor
     returns: torch.Tensor | None
-    ref_logprobs: torch.Tensor | None = None
-    """[B, R] where the KL is a term of the loss"""
-    kl_coef: float = 0.0
-    """of the KL term of the loss; 0 where the reward is charged"""
-    ent_coef: float = 0.0
-    """of the entropy bonus in this step"""
-    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
-    """as of :class:`Rollout`"""
-    counts: torch.Tensor | None = None
-    """[B, R] bool of the actions that are in the loss; None: all are"""
-    importance: torch.Tensor | None = None
-    """[B, R] factors of each token's policy loss; None: there are none"""
-    imitated: torch.Tensor | None = None
-    """[B] bool, whether the likelihood of a sample is a term of the loss; None: of none"""
-    ref_states: list[torch.Tensor] = field(default_factory=list)
-    """as of :class:`Rollout`"""
-    ref_head: HeadWeights | None = None
-    """of the reference, on the device, where there are ``ref_states``"""
-    pretrains: bool = False
-    """whether the value function alone learns from it, on returns of lambda 1"""
-    examples: data_set.Examples | None = None
-    """those of ``ppo.ptx.data`` that the updates mix in; None: none"""
+    options: LossOptions
+    """of the loss, with the coefficients of this step"""
+    extras: ExperienceExtras = field(default_factory=ExperienceExtras)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -211,16 +227,12 @@ class PPOState:
     """steps made when value pretraining ended; None: it hasn't, or there was none"""
 
     left_out: int = 0
-    """samples drawn so far that no step has learnt from (``ppo.dynamic_sampling``); the next one to
-    draw has the number ``TrainState.episodes + left_out``"""
+    """samples so far that no step has learnt from (``ppo.dynamic_sampling``); the next sample has
+    the number ``TrainState.episodes + left_out``"""
     mixed_in: int = 0
     """examples of ``ppo.ptx.data`` that the steps so far have passed"""
     decoding_differs: bool = False
     """a step's first ratios were off 1: old logprobs come from forward passes since"""
-
-    def pretrains(self, ppo: PPOConfig, step: int) -> bool:
-        """Whether the step after ``step`` of them trains the value function alone."""
-        return self.pretrained_at is None and step < ppo.value_pretrain_steps
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -1,6 +1,5 @@
-"""What asks the reward and the metric: on each rank for its own samples, or on rank 0 for those of
-all; and beside the main thread, where a reward that waits for others need not keep generation
-waiting."""
+"""Calls of the reward and the metric: on each rank for its own samples, or on rank 0 for those of
+all; and in a thread, where a reward that waits for others need not keep generation waiting."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,29 +27,30 @@ Metrics = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a chunk asks of the reward or the metric, on this rank. Made by :func:`ask`."""
+class PendingScores:
+    """The scores of a chunk, which may be under way in a thread."""
 
     ranks: Ranks
-    request: RewardRequest
-    """of this rank's samples; of all on the rank that is asked for all"""
-    together: bool
-    """whether rank 0 is asked for the samples of all; else each rank asks for its own"""
+    whole: bool
+    """whether rank 0 scores the samples of all; else each rank scores its own"""
+    work: Callable[[], Any]
 
-    def answer(self, work: Callable[[], T], phase: str) -> T:
-        """What ``work`` makes of the request, for this rank's samples. All ranks call it in step.
+    def wait(self, phase: str) -> Any:
+        """The scores [b] of this rank's samples. All ranks call it in step.
 
         Raises:
-            PpocliError: on all ranks, what ``work`` raised on any.
+            PpocliError: on all ranks, what the reward raised on any.
         """
-        if not self.together:
-            return self.ranks.all_do(work, phase)
-        return rows_of(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
+        if not self.whole:
+            return self.ranks.all_do(self.work, phase)
+        return rows_of(self.ranks.first_does(self.work),
+                       slice(self.ranks.rank, None, self.ranks.world))
 
 
 def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
                responses: list[str]) -> RewardRequest:
-    """Samples as a reward or a metric gets them."""
+    """Samples as a reward or a metric gets them; special tokens are left out and stop sequences
+    trimmed."""
     before = session.read_before(prompts) if session.reward.has_steps else ()
     episodes = out.episodes or ()
     return RewardRequest(
@@ -63,7 +63,7 @@ def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch,
 
 
 def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
-    """The request with the steps of its responses, where the configuration says what those are.
+    """The request with the steps of its responses, where the configuration defines some.
 
     Raises:
         RewardError: ``reward.step_fn`` failed.
@@ -76,98 +76,70 @@ def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
         step_ends=places_of_ends(request.tokenizer, request.prompt_ids, request.response_ids, ends))
 
 
-def ask(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
-        responses: list[str], together: bool) -> Question:
-    """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
-    this in step, each with its share; ``together`` brings the shares to rank 0."""
-    request = request_of(session, context, prompts, out, responses)
-    ranks = session.backend.ranks
-    together = together and ranks.world > 1
-    if together:
-        # a tokenizer is large, and rank 0 has its own
-        shares = ranks.gather(replace(request, tokenizer=None,
-                                      episodes=without_environments(request.episodes)))
-        request = joined(shares, session.tokenizer) if ranks.first else request
-    return Question(ranks, request, together)
+def whole_request(session: EvalSession, request: RewardRequest) -> RewardRequest:
+    """On rank 0 the requests of all ranks as one, in the order of the prompts; on the others their
+    own. All ranks call it in step."""
+    # a tokenizer is large, and rank 0 has its own
+    shares = session.backend.ranks.gather(replace(
+        request, tokenizer=None, episodes=without_environments(request.episodes)))
+    return joined(shares, session.tokenizer) if session.backend.ranks.first else request
 
 
-def score(session: EvalSession, question: Question) -> RewardScores:
-    """Hand the question to the reward. Nothing here talks to other ranks.
+def start(session: EvalSession, context: StepContext, chunk: Chunk,
+          previous: PendingScores | None = None) -> PendingScores:
+    """Hand a chunk to the reward. All ranks call it in step.
 
-    Raises:
-        RewardError: the reward failed.
-    """
-    faults.point("score.before")
-    scores = session.reward.score(in_steps(session.reward, question.request))
-    faults.point("score.after")
-    return scores
-
-
-def asking(session: EvalSession, context: StepContext, question: Question
-           ) -> Callable[[], RewardScores]:
-    """:func:`score`, to be called. A reward that waits, for others (unless ``reward.overlap``
-    keeps it here) or for so long as ``reward.timeout`` lets it, does so beside this thread, which
-    hears a stop meanwhile."""
-    work = partial(score, session, question)
-
-    def heard() -> RewardScores:
-        return begin(session, context, work, None)()
-
-    cfg = session.cfg.reward
-    waits = session.reward.waits and cfg.overlap != "never"
-    return heard if waits or cfg.timeout is not None else work
-
-
-@dataclass(frozen=True, slots=True)
-class PendingScores:
-    """The scores of a chunk, which may be under way in a thread."""
-
-    question: Question
-    work: Callable[[], RewardScores]
-
-    def wait(self, phase: str) -> RewardScores:
-        """The scores [b] of this rank's samples. All ranks call it in step.
-
-        Raises:
-            PpocliError: on all ranks, what the reward raised on any.
-        """
-        return self.question.answer(self.work, phase)
-
-
-def start(session: EvalSession, context: StepContext, chunk: Chunk, previous: PendingScores | None
-          ) -> PendingScores:
-    """Hand a chunk to the reward. A reward that waits for others (``reward.overlap``) scores it
-    while the next chunk is generated; it gets one chunk at a time and in their order, either way.
+    A reward that waits for others (``reward.overlap``) scores it while the next chunk is generated;
+    it gets one chunk at a time and in their order, either way. Where it is not to overlap, but
+    waits, or may take no longer than ``reward.timeout``, it runs in a thread all the same, so that
+    this one gets a stop.
 
     Args:
         previous: the chunk before, if any.
     """
-    question = ask(session, context, chunk.prompts, chunk.samples, chunk.responses,
-                   session.reward.needs_all_samples)
-    overlaps = {"always": True, "never": False}.get(session.cfg.reward.overlap,
-                                                    session.reward.waits)
-    if not overlaps or (question.together and not session.backend.ranks.first):
-        return PendingScores(question, asking(session, context, question))
-    return PendingScores(question, begin(session, context, partial(score, session, question),
-                                         None if previous is None else previous.work))
+    reward, cfg, ranks = session.reward, session.cfg.reward, session.backend.ranks
+    request = request_of(session, context, chunk.prompts, chunk.samples, chunk.responses)
+    whole = reward.needs_all_samples and ranks.world > 1
+    if whole:
+        request = whole_request(session, request)
+
+    def score() -> RewardScores:
+        faults.point("score.before")
+        scores = reward.score(in_steps(reward, request))
+        faults.point("score.after")
+        return scores
+
+    overlaps = cfg.overlap == "always" or (cfg.overlap == "auto" and reward.waits)
+    if overlaps and (ranks.first or not whole):
+        return PendingScores(ranks, whole, begin(session, context, score,
+                                                 None if previous is None else previous.work))
+    waits = (reward.waits and cfg.overlap != "never") or cfg.timeout is not None
+    return PendingScores(ranks, whole, partial(_in_thread, session, context, score) if waits
+                         else score)
 
 
-def judge(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
-          responses: list[str], phase: str) -> tuple[RewardScores, Metrics]:
+def _in_thread(session: EvalSession, context: StepContext, work: Callable[[], T]) -> T:
+    """What ``work`` returns, while this thread gets a stop."""
+    return begin(session, context, work, None)()
+
+
+def judge(session: EvalSession, context: StepContext, chunk: Chunk, phase: str
+          ) -> tuple[RewardScores, Metrics]:
     """The scores of this rank's samples, and each metric by sample. All ranks call it in step.
 
     Raises:
         RewardError: on all ranks, what went wrong on any.
     """
-    metric = session.metric
-    question = ask(session, context, prompts, out, responses, session.reward.needs_all_samples)
-    scores = question.answer(asking(session, context, question), phase)
+    metric, ranks = session.metric, session.backend.ranks
+    scores = start(session, context, chunk).wait(phase)
     if metric is None:
         return scores, {}
-    if metric.needs_all_samples != session.reward.needs_all_samples:
-        question = ask(session, context, prompts, out, responses, metric.needs_all_samples)
-    return scores, question.answer(
-        lambda: metric.compute(in_steps(session.reward, question.request)), phase)
+    request = request_of(session, context, chunk.prompts, chunk.samples, chunk.responses)
+    whole = metric.needs_all_samples and ranks.world > 1
+    if whole:
+        request = whole_request(session, request)
+    return scores, PendingScores(ranks, whole, lambda: metric.compute(
+        in_steps(session.reward, request))).wait(phase)
 
 
 def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:

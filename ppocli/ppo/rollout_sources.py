@@ -1,13 +1,12 @@
-"""How a step comes by samples that the present policy doesn't draw as they are needed, all of them
-and no more: rollouts of an earlier policy (``ppo.staleness``), rollouts that servers draw one step
-ahead (``rollout.ahead=1``), and prompts that are drawn until enough of them have responses that
-score differently (``ppo.dynamic_sampling``).
+"""Stale, ahead-of-time and dynamically filtered rollouts: of an earlier policy
+(``ppo.staleness``), sampled by servers one step ahead (``rollout.ahead=1``), and of prompts that
+are sampled until enough of them have responses that score differently (``ppo.dynamic_sampling``).
 
-Step s trains on samples of the policy as it was ``ppo.staleness`` steps before: those are drawn
-when that policy is the present one, as an asynchronous trainer's samplers would draw them, and wait
-as tensors of the training state. No earlier weights are kept, which ZeRO 3 would have in parts, and
-a checkpoint holds all that a resume needs. Nothing else is done ahead: reward, reference, values
-and the trainer's logprobs are of the step that trains on a sample, and its prompt and its random
+Step s trains on samples of the policy as it was ``ppo.staleness`` steps before. They are sampled
+when that policy is the present one, as by an asynchronous trainer's samplers, and wait as tensors
+of the training state. No earlier weights are kept, which ZeRO 3 would have in parts, and a
+checkpoint holds all that a resume needs. Nothing else is done ahead: reward, reference, values and
+the trainer's logprobs are of the step that trains on a sample, and its prompt and its random
 numbers are those of its number, stale or not.
 
 With ``rollout.ahead`` servers sample for the next step with the weights from before this one, while
@@ -23,7 +22,7 @@ import torch
 
 from ppocli.distributed.ranks import interleave
 from ppocli.models.layout import Sequences
-from ppocli.ppo.records import DynamicSamplingStats, Rollout
+from ppocli.ppo.records import Rollout
 from ppocli.ppo.rollout import sample_policy
 from ppocli.ppo.session import Session
 from ppocli.ppo.step import collect_rollout
@@ -46,21 +45,22 @@ def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, 
     it has become smaller, until so many are used up.
 
     Args:
-        tensors: what waits, as :attr:`Rollout.waiting` of the step before.
+        tensors: what waits, as :attr:`RolloutExtras.waiting` of the step before.
         episodes: numbers of the step's samples.
     """
     parts, count = [_samples_of(tensors)] if tensors else [], len(episodes)
     first = episodes.start + sum(map(len, parts))
     if first < until:
         prompts, num_local = session.share_of_prompts(first, until - first)
-        with session.acting() as acting:
-            samples = Samples.joined(list(sample_policy(acting, context, prompts, session.sampling,
-                                                        ROLLOUT)))
+        with session.sampler.acting(session.policy) as policy:
+            samples = Samples.joined(list(sample_policy(
+                session, context, policy, prompts, session.sampling, ROLLOUT)))
         parts.append(_gathered(session, samples.first(num_local), until - first))
     waiting = Samples.joined(parts)
     context.clock.mark("rollout")
     rollout = collect_rollout(session, context, episodes.start, count, waiting.rows(slice(count)))
-    return replace(rollout, waiting=_tensors_of(waiting.rows(slice(count, None))))
+    return replace(rollout, extras=replace(
+        rollout.extras, waiting=_tensors_of(waiting.rows(slice(count, None)))))
 
 
 def _gathered(session: Session, share: Samples, count: int) -> Samples:
@@ -133,7 +133,7 @@ def _begin(session: Session, episodes: range) -> Ahead:
     prompts, num_local = session.share_of_prompts(episodes.start, len(episodes))
     sampler = session.sampler
     assert isinstance(sampler, VllmSampler)
-    with session.acting():
+    with session.sampler.acting(session.policy):
         begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)
     return Ahead(episodes, begun, num_local)
 
@@ -169,6 +169,7 @@ def collect_differing(session: Session, context: StepContext, start: int, count:
                  sum(differs), len(differs), missing // n)
     whole = Rollout.joined(parts)
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])
-    stats = DynamicSamplingStats(len(whole), differs.count(False), int(whole.response_mask.sum()))
-    rows = [n * i + k for i in chosen for k in range(n)]
-    return replace(whole.rows(rows), dynamic_sampling=stats)
+    kept = whole.rows([n * i + k for i in chosen for k in range(n)])
+    return replace(kept, extras=replace(
+        kept.extras, sampled=len(whole), sampled_tokens=int(whole.response_mask.sum()),
+        uniform_groups=differs.count(False)))

@@ -1,15 +1,20 @@
 """All parts of a run, built once from its configuration."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Any
 
 from ppocli.config import tasks
-from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
+from ppocli.config.algorithm import (
+    corrects,
+    decoding_scores,
+    kl_estimator,
+    kl_in,
+    reference_sharded,
+)
 from ppocli.config.sampling import longest_response
-from ppocli.config.schema import RewardConfig, TrainConfig
+from ppocli.config.schema import RewardConfig, TrainConfig, rewards_of
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.data.chat_text import by_template
 from ppocli.distributed.backend import Backend
@@ -22,6 +27,7 @@ from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import AdapterReference, Policy, Reference
 from ppocli.models.sharded_weights import is_sharded, one_gathered
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SamplingSpec
@@ -34,10 +40,10 @@ from ppocli.training.task import PASSES, PythonObjects, StepContext
 log = logging.getLogger("ppocli")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvalSession:
-    """Everything needed to sample a policy's responses and to score them. Only ``passes`` changes
-    during an evaluation."""
+    """Everything needed to sample a policy's responses and to score them; it lives as long as the
+    run. Only ``passes`` and ``decoding_differs`` change."""
 
     cfg: TrainConfig
     backend: Backend
@@ -72,54 +78,58 @@ class EvalSession:
     def from_decode(self) -> bool:
         """Whether old logprobs and values are taken from the sampler."""
         matches = self.sampler.logprobs_match and not self.decoding_differs
-        return decoding_scores(self.cfg) and (matches or self.cfg.ppo.logprobs_from == "decode")
+        return self.may_decode and (matches or self.cfg.ppo.logprobs_from == "decode")
 
-    @property
-    def judging(self) -> list[Any]:
-        """The tokenizers of reward models."""
-        return chat_template.tokenizers_of(self.reward)
+    @cached_property
+    def may_decode(self) -> bool:
+        """Whether the configuration lets old logprobs and values be taken from the sampler."""
+        return decoding_scores(self.cfg)
 
-    @property
+    @cached_property
+    def corrects(self) -> bool:
+        """Whether the sampling policy and the trained one are compared, token by token."""
+        return corrects(self.cfg)
+
+    @cached_property
     def frozen_states_bytes(self) -> int:
         """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
         return 0 if self.policy.split is None else self.cfg.hardware.frozen_states_mib * 2**20
 
-    @property
+    @cached_property
     def forward_rows(self) -> int:
         """Rows of one forward pass: the training micro-batch."""
         return tasks.rows_per_pass(self.cfg.ppo)
 
-    @contextmanager
-    def acting(self) -> Iterator[Self]:
-        """This session with a policy that can be run outside of training
-        (:meth:`~ppocli.sampling.sampler.Sampler.acting`). All ranks enter and leave in step."""
-        with self.sampler.acting(self.policy) as policy:
-            yield self if policy is self.policy else replace(self, policy=policy)
-
-    def read_before(self, prompts: prompt_set.PromptBatch) -> list[list[int]]:
-        """The ids that each prompt's response is decoded behind: what a decoder says stands alone,
-        what a causal model says continues its prompt."""
-        alone = self.loaded.decoder_start is not None
-        return [[] if alone else row[mask].tolist()
-                for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
-
-    @property
+    @cached_property
     def scores_in_step(self) -> bool:
         """Whether forward passes for scoring gather weights, so that all ranks make them in step.
         """
         return self.backend.zero_stage == 3 and (
             reference_sharded(self.cfg) or is_sharded(self.policy))
 
-    @property
+    @cached_property
+    def reward_is_learned(self) -> bool:
+        """Whether all rewards are models."""
+        names = {fn for _, fn, _ in rewards_of(self.cfg.reward) if fn is not None}
+        return bool(names) and names <= {*MODEL_REWARDS}
+
+    @cached_property
     def chunk_size(self) -> int:
         """Samples of one generate call."""
         return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
+
+    def read_before(self, prompts: prompt_set.PromptBatch) -> list[list[int]]:
+        """The ids that each prompt's response is decoded behind: none for a decoder beside an
+        encoder, the prompt for a causal model, whose response continues it."""
+        if self.loaded.decoder_start is not None:
+            return [[]] * len(prompts.tokens)
+        return [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
 
     def reference_digest(self) -> str | None:
         """Digest of the reference's weights; None without one. All ranks call it in step."""
         if self.reference is None:
             return None
-        with self.acting() as acting, self.reference.view(acting.policy.lm) as view:
+        with self.sampler.acting(self.policy) as policy, self.reference.view(policy.lm) as view:
             tensors = (load_adapters.base_tensors(view) if isinstance(self.reference,
                                                                       AdapterReference)
                        else view.state_dict(keep_vars=True))
@@ -134,9 +144,9 @@ class EvalSession:
             if isinstance(part.call, SequenceReward)])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session(EvalSession):
-    """One run's parts. What ``trained`` holds and ``passes`` change; nothing else does."""
+    """One run's parts. What ``trained`` holds changes as well."""
 
     trained: updates.Trained
     prompts: prompt_set.PromptSet
@@ -144,21 +154,16 @@ class Session(EvalSession):
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
     def share_of_prompts(self, start: int, count: int) -> tuple[prompt_set.PromptBatch, int]:
-        """This rank's of the next prompts, and how many of them are its own, as of
-        :meth:`~ppocli.distributed.ranks.Ranks.share`."""
-        rows, num_local = self.backend.ranks.share(range(count))
-        return self.next_prompts(start, count).rows(rows), num_local
-
-    def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
-        """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
-        the order is a function of the seed and the position alone."""
-        n, episodes = self.cfg.ppo.n, range(start, start + count)
-        first = start // n
+        """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them
+        count, as of :meth:`~ppocli.distributed.ranks.Ranks.share`. Each prompt comes ``ppo.n``
+        times in a row; the order is a function of the seed and the position alone."""
+        n, first, stop = self.cfg.ppo.n, start // self.cfg.ppo.n, start + count
         indices = prompt_set.prompt_indices(
-            first, -(-episodes.stop // n) - first, n=len(self.prompts), seed=self.cfg.seed,
+            first, -(-stop // n) - first, n=len(self.prompts), seed=self.cfg.seed,
             shuffle=self.cfg.prompts.shuffle)
-        return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
-                                  self.tokenizer.pad_token_id)
+        episodes, num_local = self.backend.ranks.share(range(start, stop))
+        return self.prompts.batch([indices[e // n - first] for e in episodes], episodes,
+                                  self.tokenizer.pad_token_id), num_local
 
 
 def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:

@@ -32,27 +32,30 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
         samples: [B] of an earlier policy, in place of the present one's.
 
     Raises:
-        ConfigError: ratios to the sampler's logprobs are asked for, and it computes none.
+        ConfigError: ratios to the sampler's logprobs are needed, and it computes none.
     """
-    ranks, clock = session.backend.ranks, context.clock
-    rows, num_local = ranks.share(range(count))
-    prompts = session.next_prompts(start, count).rows(rows)  # [b, Q]
-    pending, parts = list[tuple[rollout.Chunk, reward_calls.PendingScores]](), list[Rollout]()
-    with session.acting() as acting:
+    clock, spec, pending = context.clock, session.sampling, None
+    prompts, num_local = session.share_of_prompts(start, count)  # [b, Q]
+    if samples is not None:
+        samples = samples.rows(torch.tensor(prompts.episodes) - start)
+    chunks = list[tuple[rollout.Chunk, reward_calls.PendingScores]]()
+    forward = samples is not None or not session.from_decode
+    with session.sampler.acting(session.policy) as policy:
         for chunk in rollout.generate_chunks(  # tokens, logprobs, values [b, R]; texts [b]
-                acting, context, prompts, num_local, samples and samples.rows(rows)):
-            previous = pending[-1][1] if pending else None
-            pending.append((chunk, reward_calls.start(acting, context, chunk, previous)))
-        for chunk, scoring in pending:
+                session, context, policy, spec, prompts, num_local, samples):
+            pending = reward_calls.start(session, context, chunk, pending)
+            chunks.append((chunk, pending))
+        parts = list[Rollout]()
+        for chunk, pending in chunks:
             clock.mark("rollout")
-            measured = rollout.measure_chunk(  # logprobs, reference logprobs, values, KL [b, R]
-                acting, context, chunk, forward=samples is not None or not acting.from_decode)
+            columns = rollout.measure_chunk(  # logprobs, reference logprobs, values, KL [b, R]
+                session, context, policy, chunk, forward=forward)
             clock.mark("scoring")
-            scores = scoring.wait("reward")  # [b]
+            scores = pending.wait("reward")  # [b]
             context.stop.meet()
             clock.mark("reward")
-            if len(chunk):
-                parts.append(rollout.rollout_of(session, chunk, scores, measured))
+            if chunk.responses:
+                parts.append(rollout.rollout_of(session, chunk, scores, columns))
     return rollout.whole_rollout(session, context, parts)
 
 
@@ -66,20 +69,29 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         pretrains: the value function alone learns, from returns of lambda 1.
     """
     ppo, kept = cfg.ppo, rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
-    mask, charge = kept.response_mask, exp.kl_charge(kept, state, ppo)
+    mask, gap, kl_in = kept.sequences.mask, kept.gap, algorithm.kl_in(ppo)
+    # a KL that is rounding alone is not charged: whitening, and Adam, would make a signal of it
+    moved = not bool((kept.k1.abs() <= shaping.ROUNDING).all())  # NaN is no rounding
     scores, dense = exp.shaped_scores(kept, exp.update_moments(state, rollout, cfg), cfg)
-    rewards = token_rewards(scores, kept.kl, mask, dense=dense, kl_coef=charge.in_rewards)
+    rewards = token_rewards(scores, kept.kl, mask, dense=dense,
+                            kl_coef=state.kl_coef if kl_in == "reward" and moved else 0.0)
     if ppo.whiten_rewards:
         rewards = shaping.whiten(rewards, mask, center=False)
     advantages, returns = exp.estimate_advantages(kept, rewards, ppo, pretrains=pretrains)
-    accepted, importance = exp.off_policy_correction(kept, cfg)  # [B, R] bool; [B, R] or None
+    accepted, importance = (mask, None) if gap is None else exp.off_policy_correction(
+        gap, mask, cfg)  # [B, R] bool; [B, R] or None
     if algorithm.whitens_advantages(ppo):
         # over what is learnt from: another mean would push all of it one way
         advantages = shaping.whiten(advantages, accepted, center=True)
-    learnt = exp.experience_of(kept, ppo, charge, advantages=advantages, returns=returns,
-                               accepted=accepted, importance=importance, progress=progress,
-                               pretrains=pretrains)
-    if exp.says_nothing(kept, scores, dense, charge, pretrains=pretrains):
+    learnt = exp.experience_of(
+        kept, ppo, kl_coef=state.kl_coef if kl_in == "loss" and kept.has_reference else 0.0,
+        ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
+        (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
+        advantages=advantages, returns=returns, accepted=accepted, importance=importance,
+        pretrains=pretrains)
+    # scores that are equal up to rounding while the policy is still the reference: nothing to learn
+    if dense is None and len(scores) > 1 and kept.has_reference and not moved and not pretrains \
+            and bool(scores.max() - scores.min() <= 1e-6 * scores.abs().max()):
         return exp.without_signal(learnt, cfg)
     return learnt
 
@@ -95,20 +107,16 @@ def plan_updates(session: Session, experience: Experience, step: int, mixed_in: 
         mixed_in: examples of ``ppo.ptx.data`` before those of this one.
     """
     ppo, groups, first = session.cfg.ppo, list[UpdateGroup](), session.cfg.ppo.critic_epochs or 0
-    part = CRITIC if step < ppo.critic_warmup_steps or experience.pretrains else POLICY
+    part = CRITIC if step < ppo.critic_warmup_steps or experience.extras.pretrains else POLICY
     for epoch in range(first + ppo.ppo_epochs):
         # numpy takes [.., 0] for [..]: the 1 makes the orders of the critic's passes differ
         number = [epoch, 1] if epoch < first else [epoch - first]
         order = np.random.default_rng([session.cfg.seed, step, *number]).permutation(
             len(experience))
-        groups += [update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
-                   for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
-    return plan_of(session, experience, [g for g in groups if g.weights.any()], mixed_in)
-
-
-def plan_of(session: Session, experience: Experience, groups: list[UpdateGroup], mixed_in: int
-            ) -> Plan:
-    """These updates, with examples of ``ppo.ptx.data`` in them where there are any."""
+        for rows in torch.from_numpy(order).split(ppo.mini_batch_size):
+            group = update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
+            if group.weights.any():
+                groups.append(group)
     if session.examples is not None:
         experience, groups = ptx.with_examples(session, experience, groups, mixed_in)
     return Plan(exp.on_device(session, experience), groups)
@@ -117,8 +125,9 @@ def plan_of(session: Session, experience: Experience, groups: list[UpdateGroup],
 def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoch: int = 0,
               part: str = POLICY) -> UpdateGroup:
     """The update of these rows [A] of the experience, each token weighted for the whole of it."""
-    ppo, lengths = session.cfg.ppo, experience.response_mask[rows].sum(1)
-    token_counts = lengths if experience.counts is None else experience.counts[rows].sum(1)
+    ppo, lengths = session.cfg.ppo, experience.sequences.mask[rows].sum(1)
+    counts = experience.extras.counts
+    token_counts = lengths if counts is None else counts[rows].sum(1)
     weights = losses.token_weights(
         token_counts, aggregation=ppo.loss_aggregation, total_tokens=int(token_counts.sum()),
         total_samples=max(int((token_counts > 0).sum()), 1),
@@ -135,7 +144,8 @@ def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: 
         weights: [b] fp32 weight of each of their tokens in the whole update.
         group: the whole update.
     """
-    mask, device = experience.response_mask[rows], session.backend.device
+    extras, mask = experience.extras, experience.sequences.mask[rows]
+    device, lengths = session.backend.device, mask.sum(1)
     policy, tokens = exp.replay(session, experience, rows, value_only=group.part == CRITIC)
     row, column = mask.nonzero(as_tuple=True)
     places = to_device(rows[row] * mask.shape[1] + column, device)  # [N]
@@ -143,16 +153,17 @@ def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: 
     def flat(x: Any) -> Any:
         return None if x is None else x.reshape(-1).index_select(0, places)
 
-    term_weights = weights.repeat_interleave(mask.sum(1))  # [N]
-    if experience.counts is not None:
-        term_weights = term_weights * experience.counts[rows][mask]
+    term_weights = weights.repeat_interleave(lengths)  # [N]
+    if extras.counts is not None:
+        term_weights = term_weights * extras.counts[rows][mask]
     samples = group.rows < len(experience)  # the others are examples of ppo.ptx
+    imitated = None if extras.imitated is None else to_device(exp.imitation_weights(
+        experience, extras.imitated, rows, weights, group, samples), device)
     return losses.ppo_loss(
-        exp.loss_options(session.cfg.ppo, experience), logprobs=policy.logprobs,
-        values=policy.values, entropy=policy.entropy, old_logprobs=flat(experience.logprobs),
+        experience.options, logprobs=policy.logprobs, values=policy.values,
+        entropy=policy.entropy, old_logprobs=flat(experience.logprobs),
         advantages=flat(experience.advantages), old_values=flat(experience.values),
-        returns=flat(experience.returns), ref_logprobs=flat(experience.ref_logprobs),
-        weights=to_device(term_weights, device), importance=flat(experience.importance),
-        total_tokens=int(group.counts[samples].sum()), lengths=to_device(mask.sum(1), device),
-        imitated=exp.imitation_weights(experience, rows, weights, group, samples, device),
-        full_kl=policy.kl), tokens
+        returns=flat(experience.returns), ref_logprobs=flat(extras.ref_logprobs),
+        weights=to_device(term_weights, device), importance=flat(extras.importance),
+        total_tokens=int(group.counts[samples].sum()), lengths=to_device(lengths, device),
+        imitated=imitated, full_kl=policy.kl), tokens

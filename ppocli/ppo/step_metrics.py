@@ -1,4 +1,4 @@
-"""What is told of a PPO step: figures by name, samples as rows, and signs of a run going wrong,
+"""What is reported of a PPO step: figures by name, samples as rows, and signs of a run going wrong,
 each with its probable cause and what to do."""
 
 import math
@@ -8,21 +8,21 @@ from typing import Any
 
 from ppocli.config import algorithm, schema, schema_training
 from ppocli.ppo import off_policy
+from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.experience import penalties_of, sequence_kl
 from ppocli.ppo.records import POLICY, Experience, PPOState, Rollout
 from ppocli.ppo.session import Session
-from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.runs.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult
 
 PATIENCE = 3
-"""steps in a row, of ``held_back`` evaluations, before a sign is spoken of"""
+"""steps in a row, of ``held_back`` evaluations, before a sign is reported"""
 DECODING_GAP = 0.01
-"""nats, in the root mean square: from there on, what was decoded is not what the policy says; fp32
-rounds by some 1e-5"""
+"""nats, in the root mean square: from there on, decoding differs from a forward pass; fp32 rounds
+by some 1e-5"""
 FROM_THE_START = frozenset({"no_spread", "flat", "alike_groups"})
-"""signs that are spoken of at the first rollout already, where they begin there"""
+"""signs that are reported at the first rollout already, where they begin there"""
 FLAT, LEARNED_FLAT = 1e-3, 1e-2
 """deviation of the scores, as a share of their mean, and of a reward model by itself, below which
 they hardly differ: two answers 0.01 apart are preferred 50.2 to 49.8"""
@@ -96,37 +96,14 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
-def gap_figures(rollout: Rollout, experience: Experience,
-                importance: schema_training.ImportanceConfig) -> dict[str, float]:
-    """How far the trained policy is from the one that sampled, and what is made of it; empty where
-    they are the same or the sampler doesn't say."""
-    gap, mask = rollout.gap, rollout.response_mask
-    if gap is None:
-        return {}
-    far = gap[mask].double().abs()
-    figures = {"rollout/logprob_gap_mean": float(far.mean()),
-               "rollout/logprob_gap_max": float(far.max())}
-    if experience.importance is not None:
-        weights = experience.importance.cpu()[experience.response_mask]
-        figures["rollout/importance_mean"] = float(weights.double().mean())
-        # in the type that they were capped in
-        figures["rollout/importance_capped"] = float((weights >= importance.cap).double().mean())
-    if importance.reject:
-        left_out = mask & ~off_policy.accepted(gap, mask, importance.reject)
-        figures["rollout/rejected_tokens"] = float(left_out.sum() / mask.sum())
-        figures["rollout/rejected_samples"] = float((left_out == mask).all(1).double().mean())
-    return figures
-
-
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
                  cfg: schema.TrainConfig) -> dict[str, float]:
     """All figures of a step, named as TRL names them where it has them; ``kl_coef`` is the
     coefficient that its rewards, or its loss, were charged with."""
-    mask = rollout.response_mask
+    mask, extras = rollout.sequences.mask, rollout.extras
     lengths = mask.sum(1).double()
     score, std = mean_std(rollout.valid_scores)
-    kl = sequence_kl(rollout)
-    penalty = 0.0
+    kl, penalty = sequence_kl(rollout), 0.0
     if algorithm.kl_in(cfg.ppo) == "reward":
         penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
@@ -141,22 +118,46 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/finished_share": float(rollout.finished.double().mean())}
-    if rollout.dynamic_sampling is not None:
-        figures |= {"rollout/drawn": float(rollout.dynamic_sampling.samples),
-                    "rollout/uniform_groups": float(rollout.dynamic_sampling.uniform_groups)}
-    figures |= episode_figures(rollout.episodes)
+    if extras.sampled:
+        figures |= {"rollout/drawn": float(extras.sampled),
+                    "rollout/uniform_groups": float(extras.uniform_groups)}
+    if extras.episodes:
+        figures |= episode_figures(extras.episodes)
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
-    return (figures | means_of(rollout.logs, "logged")
-            | gap_figures(rollout, experience, cfg.ppo.importance)
-            | penalty_figures(rollout, cfg) | optimize_figures(result, experience, cfg.ppo))
+    figures |= means_of(rollout.logs, "logged")
+    if rollout.gap is not None:
+        figures |= gap_figures(rollout, experience, cfg.ppo.importance)
+    for name, amounts in penalties_of(rollout, cfg).items():  # over all samples
+        figures[f"reward/penalty/{name}"] = mean(amounts.nan_to_num(0.0).tolist())
+    return figures | optimize_figures(result, experience, cfg.ppo)
+
+
+def gap_figures(rollout: Rollout, experience: Experience,
+                importance: schema_training.ImportanceConfig) -> dict[str, float]:
+    """How far the trained policy is from the one that sampled, and what is made of it; empty where
+    they are the same or the sampler computes no logprobs."""
+    gap, mask = rollout.gap, rollout.sequences.mask
+    if gap is None:
+        return {}
+    far, weights = gap[mask].double().abs(), experience.extras.importance
+    figures = {"rollout/logprob_gap_mean": float(far.mean()),
+               "rollout/logprob_gap_max": float(far.max())}
+    if weights is not None:
+        weights = weights.cpu()[experience.sequences.mask]
+        figures["rollout/importance_mean"] = float(weights.double().mean())
+        # in the type that they were capped in
+        figures["rollout/importance_capped"] = float((weights >= importance.cap).double().mean())
+    if importance.reject:
+        left_out = mask & ~off_policy.accepted(gap, mask, importance.reject)
+        figures["rollout/rejected_tokens"] = float(left_out.sum() / mask.sum())
+        figures["rollout/rejected_samples"] = float((left_out == mask).all(1).double().mean())
+    return figures
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """How episodes went; empty without any."""
-    if not episodes:
-        return {}
+    """How episodes went, at least one."""
     turns = [turn for one in episodes for turn in one.turns]
     ended = [one.ended for one in episodes]
     return {
@@ -177,40 +178,38 @@ def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = 
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.get(part, {}).items():
-            columns.setdefault(f"{prefix or part}/{name}", []).extend(
-                [] if value is None else [value])
-    return {name: mean(values) for name, values in columns.items()}
-
-
-def penalty_figures(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, float]:
-    """Mean amount of each penalty over all samples, 0 where it does not apply."""
-    return {f"reward/penalty/{name}": mean([amount or 0.0 for amount in amounts])
-            for name, amounts in penalties_of(rollout, cfg).items()}
+            column = columns.setdefault(f"{prefix or part}/{name}", [])
+            if value is not None:
+                column.append(value)
+    return dict(zip(columns, map(mean, columns.values()), strict=True))
 
 
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
-                     ) -> dict[str, float]:
+                   ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
-    terms = result.terms
-    figures = {name: terms.get(term, math.nan) for name, term in _TERMS.items()} | {
-        "lr": result.lr, "updates_skipped": float(result.skipped),
-        "early_stopped": float(result.early_stopped)}
-    if experience.returns is not None:
-        returns = experience.returns.cpu()[experience.response_mask].double()
+    terms, extras, returns = result.terms, experience.extras, experience.returns
+    figures: dict[str, float] = {}
+    for enabled, names in (
+            (True, _TERMS), (returns is not None, _CRITIC_TERMS),
+            # else only objective/entropy, the sampled estimate
+            (algorithm.wants_entropy(ppo), {"policy/entropy_avg": "entropy"}),
+            (extras.ref_logprobs is not None, {"loss/kl_avg": "kl"}),
+            (extras.imitated is not None, {"loss/positive_nll_avg": "nll"}),
+            (extras.examples is not None, {"loss/ptx": "ptx"}),
+            (ppo.dual_clip is not None, {"policy/dual_clipfrac_avg": "dual_clipfrac"})):
+        for name, term in names.items() if enabled else ():
+            figures[name] = terms.get(term, math.nan)
+    figures |= {"lr": result.lr, "updates_skipped": float(result.skipped),
+                "early_stopped": float(result.early_stopped)}
+    if returns is not None:
+        returns = returns.cpu()[experience.sequences.mask].double()
         variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-        figures |= {name: terms.get(term, math.nan) for name, term in _CRITIC_TERMS.items()}
         figures |= {
             "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
     if ppo.ent_coef_end is not None:
-        figures["objective/ent_coef"] = experience.ent_coef
-    return figures | {name: terms.get(term, math.nan) for enabled, name, term in (
-        # else only objective/entropy, the sampled estimate
-        (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
-        (experience.ref_logprobs is not None, "loss/kl_avg", "kl"),
-        (experience.imitated is not None, "loss/positive_nll_avg", "nll"),
-        (experience.examples is not None, "loss/ptx", "ptx"),
-        (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")) if enabled}
+        figures["objective/ent_coef"] = experience.options.ent_coef
+    return figures
 
 
 def sample_rows(columns: Mapping[str, Sequence[Any]],
@@ -240,7 +239,7 @@ def episode_row(episode: Episode) -> dict[str, Any]:
 
 def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> list[dict[str, Any]]:
     """The samples of a step as rows of samples.jsonl."""
-    count, mask = len(rollout), rollout.response_mask
+    count, mask = len(rollout), rollout.sequences.mask
     rows = sample_rows(
         {"step": [step] * count, "kind": ["rollout"] * count, "episode": rollout.prompts.episodes,
          "prompt": rollout.prompts.texts, "response": rollout.responses,
@@ -248,7 +247,9 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
          "kl": rollout.k1.sum(1).tolist() if rollout.has_reference else [None] * count,
          "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
         {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
-         "penalties": penalties_of(rollout, cfg)}, rollout.logs, rollout.episodes)
+         "penalties": {name: [None if math.isnan(amount) else amount for amount in column.tolist()]
+                       for name, column in penalties_of(rollout, cfg).items()}},
+        rollout.logs, rollout.extras.episodes)
     if cfg.tracking.rollout_tokens:
         for i, row in enumerate(rows):
             row.update(_token_lists(rollout, i))
@@ -257,29 +258,29 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
 
 def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
     """Token by token what the update is made from, as trlX's ``rollout_logging_dir`` keeps it."""
-    prompts, mask = rollout.prompts, rollout.response_mask[i]
+    prompts, mask = rollout.prompts, rollout.sequences.mask[i]
     columns = {"prompt_ids": prompts.tokens[i][prompts.mask[i]].tolist(),
              "response_ids": rollout.response_tokens[i][mask].tolist(),
              "logprobs": rollout.logprobs[i][mask].tolist(),
              "values": rollout.values[i][mask].tolist()}
     if rollout.has_reference:
         columns["kl_per_token"] = rollout.kl[i][mask].tolist()
-    if rollout.dense is not None:
-        columns["token_rewards"] = rollout.dense[i][mask].tolist()
+    if rollout.extras.dense is not None:
+        columns["token_rewards"] = rollout.extras.dense[i][mask].tolist()
     return columns
 
 
 def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
-    """Why the old logprobs of a step were not the policy's, where decoding said them: before its
-    first update the policy had not moved, and its ratios are 1 then, up to rounding."""
+    """Why the old logprobs of a step were not the policy's, where they came from decoding: before
+    its first update the policy had not moved, and its ratios are 1 then, up to rounding."""
     cfg, first = session.cfg, result.first.get(POLICY)
     if (first is None or not session.from_decode or cfg.ppo.logprobs_from == "decode"
             or cfg.ppo.old_logprobs == "sampler" or (cfg.model.peft or {}).get("lora_dropout")):
         return None
     gap = math.sqrt(2 * first["approx_kl_squared"])
     return None if gap < DECODING_GAP else (
-        "While it decodes, the policy says other log-probabilities than in a forward pass over the "
-        f"same tokens: {gap:.2g} nats apart (root mean square; up to {first['max_log_ratio']:.2g})."
+        "The log-probabilities of decoding differ from those of a forward pass over the same "
+        f"tokens: {gap:.2g} nats apart (root mean square; up to {first['max_log_ratio']:.2g})."
         " From now on they come from a forward pass. ppo.logprobs_from=forward does so from the "
         "first step on.")
 
@@ -308,10 +309,8 @@ def carried_over(saved: PPOState, fresh: PPOState, ppo: schema.PPOConfig, progre
 
 def _falling(state: TrainState) -> str | None:
     """A figure of ``reward.metric_fn`` that has fallen since the start by a twentieth of itself
-    while the reward has risen by as much, in an evaluation just made; None if there is none."""
+    while the reward has risen by as much; None if there is none."""
     before, last = state.eval_before or {}, state.eval_last or {}
-    if state.eval_step != state.step:
-        return None
     change = {name: (last[name] - value) / abs(value) if value else last[name] - value
               for name, value in before.items() if name in last}
     if not change.get("reward_mean", 0.0) > 0.05:  # NaN, too, is no rise
@@ -320,48 +319,48 @@ def _falling(state: TrainState) -> str | None:
                  if name.startswith("metrics/") and share < -0.05), None)
 
 
-def _spread(cfg: schema.TrainConfig, rollout: Rollout) -> tuple[dict[str, bool], float]:
-    """Signs of rewards that say nothing about which response is better, and the share of the groups
-    whose rewards are all equal."""
-    scores = rollout.valid_scores
+def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
+          ) -> tuple[dict[str, bool], float]:
+    """Whether each unhealthy sign is present in a step, and the share of the groups whose rewards
+    are all equal.
+
+    Args:
+        row: the figures of the step.
+        first: mean response tokens of the first rollout.
+    """
+    cfg, sampling, scores = session.cfg, session.sampling, rollout.valid_scores
+    lengths, kl = rollout.sequences.mask.sum(1), row["objective/kl"]
     groups: dict[int, list[float]] = {}
     for episode, score in zip(rollout.prompts.episodes, rollout.shown_scores, strict=True):
         if score is not None:
             groups.setdefault(episode // cfg.ppo.n, []).append(score)
     alike = mean([float(max(group) == min(group)) for group in groups.values()])
     middle, deviation = mean_std(scores)
-    named = {fn for _, fn, _ in schema.rewards_of(cfg.reward) if fn is not None}
-    learned = bool(named) and named <= {*MODEL_REWARDS}
+    learned = session.reward_is_learned
     equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
     near = len(scores) > 1 and deviation < max(FLAT * abs(middle), LEARNED_FLAT * learned)
-    return {"no_spread": equal, "flat": near and not equal and rollout.dense is None,
-            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and alike >= ALIKE
-            and rollout.dynamic_sampling is None and not equal}, alike
-
-
-def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
-           ) -> dict[str, bool]:
-    kl = row["objective/kl"]
-    lengths = rollout.response_mask.sum(1)
-    can_end = bool(session.sampling.stop_ids or session.sampling.stop_sequences)
-    return {
+    present = {
         "negative_kl": kl < -0.5,
-        "full_length": (can_end and session.sampling.max_new_tokens > 1
-                        and not bool(rollout.finished.any())
-                        and int(lengths.min()) == session.sampling.max_new_tokens),
-        "empty": all(not r.strip() for r in rollout.responses),
+        "full_length": (bool(sampling.stop_ids or sampling.stop_sequences)
+                        and sampling.max_new_tokens > 1 and not bool(rollout.finished.any())
+                        and int(lengths.min()) == sampling.max_new_tokens),
+        "empty": not any(map(str.strip, rollout.responses)),
         "short": row["rollout/response_tokens_mean"] < first / 3,
         "kl_runaway": kl > 50.0,
         "ratio": abs(row["val/ratio"] - 1.0) > 0.1,
         "critic": row.get("val/var_explained", 0.0) < 0.0,
         "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
-        **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
-            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5})}
+        "no_spread": equal, "flat": near and not equal and rollout.extras.dense is None,
+        "alike_groups": ESTIMATORS[cfg.ppo.advantage].needs_groups and alike >= ALIKE
+        and not rollout.extras.sampled and not equal}
+    if (alpha := cfg.ppo.lam_alpha) is not None:
+        present["lambda_zero"] = float((alpha * lengths <= 1).double().mean()) >= 0.5
+    return present, alike
 
 
 def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
           state: TrainState) -> tuple[PPOState, list[str]]:
-    """Count unhealthy signs; speak once each time one has lasted ``PATIENCE`` steps.
+    """Count unhealthy signs; warn once each time one has lasted ``PATIENCE`` steps.
 
     Args:
         row: the figures of the step.
@@ -370,14 +369,14 @@ def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str
     Returns:
         the state with its counters, and the sentences to show.
     """
-    length = row["rollout/response_tokens_mean"]
+    length, falling = row["rollout/response_tokens_mean"], None
     first = length if before.first_length is None else before.first_length
-    spread, alike = _spread(session.cfg, rollout)
-    signs, falling = _signs(session, rollout, row, first) | spread, _falling(state)
+    present_signs, alike = signs(session, rollout, row, first)
     if state.eval_last is not None and state.eval_step == state.step:
-        signs["held_back"] = falling is not None
+        falling = _falling(state)
+        present_signs["held_back"] = falling is not None
     health, messages = dict(before.health), list[str]()
-    for name, present in signs.items():
+    for name, present in present_signs.items():
         health[name] = health.get(name, 0) + 1 if present else 0
         at_once = name in FROM_THE_START and health[name] == state.step + 1
         patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE

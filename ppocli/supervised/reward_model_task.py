@@ -2,8 +2,6 @@
 other's."""
 
 import logging
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from ppocli.distributed.backend import to_device
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
-from ppocli.models.loading import language_model, load_adapters, model_config
+from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.rewards.reading import SCORE_END, SCORE_FRONT
 from ppocli.rewards.reward_model import SCORE_MEAN, SCORE_STD
@@ -34,7 +32,7 @@ BINS = 10
 """of the calibration error"""
 
 
-class Scorer(nn.Module):
+class ScoreModel(nn.Module):
     """A sequence classifier of transformers with one label, whose score is read where a batch's
     predictors are."""
 
@@ -46,8 +44,8 @@ class Scorer(nn.Module):
         """[N] scores, fp32."""
         hidden = trunk.response_hidden(self.lm, batch)
         with torch.autocast(hidden.device.type, enabled=False):
-            own = [p.dtype for p in self.lm.score.parameters() if p.requires_grad]
-            return self.lm.score(hidden.to(*own[:1] or [hidden.dtype])).squeeze(-1).float()
+            trained = [p.dtype for p in self.lm.score.parameters() if p.requires_grad]
+            return self.lm.score(hidden.to(*trained[:1] or [hidden.dtype])).squeeze(-1).float()
 
 
 def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor,
@@ -85,11 +83,12 @@ class RewardModelTask(supervised_task.SupervisedTask):
     def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: language_model.LoadedLM,
                  train: Pairs, val: Pairs | None) -> None:
         build_models.freeze(setup.cfg, loaded.lm)
-        scorer = build_models.placed(setup.backend, Scorer(loaded.lm))
+        scorer = build_models.placed(setup.backend, ScoreModel(loaded.lm))
         super().__init__(setup, tokenizer, scorer, train, val)
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
-        self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter)
+        self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter,
+                                            merges=True)
 
     def sequences(self, texts: list[Ids]) -> layout.Sequences:
         """Texts as a forward pass reads them. What predicts the action of each, a token that isn't
@@ -111,21 +110,21 @@ class RewardModelTask(supervised_task.SupervisedTask):
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: the first pairs of ``data.val`` and their scores."""
-        some = self.val.rows(range(min(SHOWN, len(self.val))))
+        pairs = self.val.rows(range(min(SHOWN, len(self.val))))
         rows = []
-        for scores, start, *texts in zip(measured.tolist(), some.prompt_lengths, some.chosen,
-                                         some.rejected, strict=False):
-            said = self.tokenizer.batch_decode(
-                [texts[0][:start], *(ids[start:] for ids in texts)], skip_special_tokens=True)
-            rows.append(dict(zip(("prompt", "chosen", "rejected"), said, strict=True))
+        for scores, start, *ids in zip(measured.tolist(), pairs.prompt_lengths, pairs.chosen,
+                                       pairs.rejected, strict=False):
+            texts = self.tokenizer.batch_decode(
+                [ids[0][:start], *(row[start:] for row in ids)], skip_special_tokens=True)
+            rows.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
                         | {"chosen_score": scores[0], "rejected_score": scores[1]})
         return rows
 
     def closing(self) -> dict[str, Any]:
         """As :class:`Task`: mean and deviation of the scores of both answers to all prompts of the
         training data, which are stored with the model."""
-        found = self.measured(self.train, StopFlag())
-        stored = {SCORE_MEAN: float(found.mean()), SCORE_STD: float(found.std(unbiased=False))}
+        scores = self.measured(self.train, StopFlag())
+        stored = {SCORE_MEAN: float(scores.mean()), SCORE_STD: float(scores.std(unbiased=False))}
         front, _ = tokens_around(self.tokenizer)  # a chat template may leave it out
         self.saved.config.update({**stored, SCORE_FRONT: all(
             ids[:len(front)].tolist() == front for ids in self.train.chosen)})
@@ -134,25 +133,18 @@ class RewardModelTask(supervised_task.SupervisedTask):
             setattr(self.saved.config, SCORE_END, ends.pop())
         return stored
 
-    def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:
-        """As :class:`Task`; an adapter is merged into its base."""
-        saved = self.saved
-        if saved.adapter is not None:
-            weights = load_adapters.merged_tensors(saved.adapter)
-        replace(saved, adapter=None).write(folder, weights)
-
     def loss(self, atoms: Pairs, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`."""
-        some = atoms.rows(rows.tolist())
-        chosen, rejected = self.scores(some, self.trained.engine)
-        wanted, weights = (to_device(one, chosen.device) for one in (
-            torch.tensor(some.margins, dtype=torch.float32), weights))
-        loss = preference_loss(chosen, rejected, wanted, self.cfg.reward_model.center_coef)
+        pairs = atoms.rows(rows.tolist())
+        chosen, rejected = self.scores(pairs, self.trained.engine)
+        least = to_device(torch.tensor(pairs.margins, dtype=torch.float32), chosen.device)
+        weights = to_device(weights, chosen.device)
+        loss = preference_loss(chosen, rejected, least, self.cfg.reward_model.center_coef)
         margins = (chosen - rejected).detach()
         terms = torch.stack([loss.detach(), _accuracy(margins), margins]) @ weights
         return task.LossTerms((weights * loss).sum(), terms,
-                              int(supervised_task.lengths_of(some).sum()))
+                              int(supervised_task.lengths_of(pairs).sum()))
 
     def measure(self, data: Pairs, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: the scores of both answers."""

@@ -48,7 +48,7 @@ class SFTTask(supervised_task.SupervisedTask):
         self.spec, self.eval_spec = build_models.sampling_specs(cfg.generation, tokenizer, loaded)
         self.saved = build_models.saved_policy(loaded, self.spec, tokenizer)
         self.sampler = build_models.build_sampler(SamplerSetup(cfg, backend, tokenizer, loaded))
-        self.asked = self._asked()
+        self.shown_prompts = self._shown_prompts()
         self._check_end(tokenizer, train)
 
     def _check_end(self, tokenizer: Any, train: Examples) -> None:
@@ -57,15 +57,15 @@ class SFTTask(supervised_task.SupervisedTask):
                        islice(zip(train.tokens, train.trained, strict=True), _LOOKED_AT))
         (token, count), = ends.most_common(1)
         marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        given = self.cfg.generation
+        generation = self.cfg.generation
         if (2 * count > ends.total() and token in marks - {*self.spec.stop_ids}
-                and not self.spec.stop_sequences and not given.ignore_eos):
-            stops = ",".join(map(str, [*given.stop_token_ids, token]))
+                and not self.spec.stop_sequences and not generation.ignore_eos):
+            stops = ",".join(map(str, [*generation.stop_token_ids, token]))
             log.warning("The examples end with %s, at which responses would not stop: give "
                         "generation.stop_token_ids=[%s], here and in the PPO that follows.",
                         tokenizer.convert_ids_to_tokens(token), stops)
 
-    def _asked(self) -> list[int]:
+    def _shown_prompts(self) -> list[int]:
         """Places in ``val`` of the prompts that evaluations show responses to: the first that leave
         room for one."""
         limit, new = model_config.max_positions(self.loaded.lm), self.eval_spec.max_new_tokens
@@ -73,12 +73,12 @@ class SFTTask(supervised_task.SupervisedTask):
         room = 2**31 if limit is None else limit * (new < limit) if pair else limit - new
         prompts = [] if self.val is None else [
             i for i, text in enumerate(self.val.prompts) if text][:self.cfg.sft.eval_samples]
-        found = [i for i in prompts if len(self.val.prompt_tokens(i)) <= room]
-        if len(found) < len(prompts):
+        places = [i for i in prompts if len(self.val.prompt_tokens(i)) <= room]
+        if len(places) < len(prompts):
             log.warning("%d of the first %d prompts of data.val leave no room for a response of "
                         "generation.max_new_tokens=%d: evaluations don't show them.",
-                        len(prompts) - len(found), len(prompts), new)
-        return found
+                        len(prompts) - len(places), len(prompts), new)
+        return places
 
     def sequences(self, data: Examples, rows: torch.Tensor) -> layout.Sequences:
         """Some examples as a forward pass reads them; what is trained on are their actions."""
@@ -112,10 +112,10 @@ class SFTTask(supervised_task.SupervisedTask):
             noise = torch.zeros(output.shape)
             for i, (number, length) in enumerate(zip(numbers.tolist(), samples.lengths.tolist(),
                                                      strict=True)):
-                own = np.random.default_rng([self.cfg.seed, number])
-                drawn = own.uniform(-1.0, 1.0, (length, output.shape[-1]))
+                values = np.random.default_rng([self.cfg.seed, number]).uniform(
+                    -1.0, 1.0, (length, output.shape[-1]))
                 most = alpha / math.sqrt(length * output.shape[-1])
-                noise[i, :length] = torch.from_numpy(drawn * most)[:output.shape[1]]
+                noise[i, :length] = torch.from_numpy(values * most)[:output.shape[1]]
             return output + noise.to(output)
 
         return self.loaded.lm.get_input_embeddings().register_forward_hook(add)
@@ -145,12 +145,12 @@ class SFTTask(supervised_task.SupervisedTask):
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: responses to the first prompts of ``data.val``."""
-        if not self.asked:
+        if not self.shown_prompts:
             return []
-        mine, own = self.backend.ranks.share(self.asked)
-        tokens = [self.val.prompt_tokens(i) for i in mine]
-        batch = PromptSet(tokens, [self.val.prompts[i] for i in mine], {}, ()).batch(
-            range(len(mine)), mine, self.tokenizer.pad_token_id)
+        places, num_local = self.backend.ranks.share(self.shown_prompts)
+        tokens = [self.val.prompt_tokens(i) for i in places]
+        batch = PromptSet(tokens, [self.val.prompts[i] for i in places], {}, ()).batch(
+            range(len(places)), places, self.tokenizer.pad_token_id)
         out = Samples.joined(list(sample_chunks(
             self.sampler, self.passes, batch, self.eval_spec, EVALUATION,
             GenerationModel(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
@@ -160,7 +160,7 @@ class SFTTask(supervised_task.SupervisedTask):
                  "response_tokens": int(count), "finished": bool(ended)}
                 for text, response, count, ended in zip(
                     batch.texts, texts, out.mask.sum(1).tolist(), out.finished.tolist(),
-                    strict=True)][:own]
+                    strict=True)][:num_local]
         return interleave(self.backend.ranks.gather(rows))
 
 

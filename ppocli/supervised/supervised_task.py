@@ -1,5 +1,5 @@
 """What trainings on a data set share: the order in which its rows are used, one update per step,
-and evaluations that are dealt over ranks."""
+and evaluations that all ranks share."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -95,8 +95,8 @@ def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, in
         return whole, 1
     if data.encoder_tokens:
         return max(map(len, data.encoder_tokens)), max(map(len, texts))
-    said = size([int(data.trained[i].sum()) for i in order])
-    return max(whole + 1 - said, 1), said
+    trained_tokens = size([int(data.trained[i].sum()) for i in order])
+    return max(whole + 1 - trained_tokens, 1), trained_tokens
 
 
 def load(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, *, scores: bool = False
@@ -113,8 +113,8 @@ def load(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, *, scores: bool =
         PpocliError: as :func:`ppocli.training.build_models.load_start`.
     """
     train, val = read_rows(setup.cfg, tokenizer, unloaded, setup.objects)
-    for name, found in (("data", train), ("data.val", val)):
-        for note in () if found is None else found.notes:
+    for name, data in (("data", train), ("data.val", val)):
+        for note in () if data is None else data.notes:
             log.info("%s: %s", name, note)
     prompt, new = pass_tokens(setup.cfg, train, setup.backend.ranks.world)
     build_models.check_memory(setup.cfg, setup.backend, unloaded.config, prompt_tokens=prompt,
@@ -124,6 +124,23 @@ def load(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, *, scores: bool =
     loaded = build_models.load_start(setup.cfg, setup.backend, setup.objects.model, scores=scores)
     language_model.fit_vocabulary(tokenizer, loaded.lm, setup.cfg.model)
     return loaded, train, val
+
+
+@dataclass(frozen=True, slots=True)
+class DataResume(task.Resume):
+    """What must not change in a training on a data set."""
+
+    task: "SupervisedTask"
+
+    def digests(self) -> dict[str, str]:
+        """As :class:`Resume`: of the data."""
+        sets = {"data": self.task.train, "validation data": self.task.val}
+        return {name: data.digest() for name, data in sets.items() if data is not None}
+
+    def eval_fingerprint(self) -> str:
+        """As :class:`Resume`; the digests tell of other data."""
+        judge = [self.task.cfg.task.fn, self.task.cfg.checkpoint.metric]
+        return hashlib.sha256(json.dumps(judge).encode()).hexdigest()
 
 
 class SupervisedTask(task.Task):
@@ -142,6 +159,8 @@ class SupervisedTask(task.Task):
         section = tasks.updates_section(self.cfg)
         self.passes = PassRows(self.backend, dict.fromkeys(
             task.PASSES, f"{section}.micro_batch_size"), shorter="data.max_length")
+        self.settings = tasks.updates_of(self.cfg)
+        self.resume = DataResume(self)
         self.trained = updates.prepare(self.backend, module, build_optimizer(module, self.settings),
                                        self.settings.max_grad_norm)
         self.packs = (self.cfg.data.packing and self.cfg.sft.neftune is None
@@ -161,7 +180,7 @@ class SupervisedTask(task.Task):
 
     def collect(self, state: TrainState, context: task.StepContext) -> list[int]:
         """As :class:`Task`: the places of the next rows."""
-        count = min(self.samples_per_step, self.total_samples() - state.episodes)
+        count = min(self.length.samples_per_step, self.length.total_samples - state.episodes)
         context.clock.mark("other")
         return prompt_indices(state.episodes, count, n=len(self.train), seed=self.cfg.seed,
                               shuffle=self.cfg.data.shuffle)
@@ -205,21 +224,21 @@ class SupervisedTask(task.Task):
         stop.meet()
 
         @torch.no_grad()
-        def mine() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        def measure_share() -> list[tuple[torch.Tensor, torch.Tensor]]:
             """This rank's places in the data, and [n, K] what was measured of them."""
-            found = []
+            parts = []
             for part in optimize.shard_by_length(self, lengths, "evaluation"):
                 stop.check()
                 faults.point("evaluation.forward", len(part))
                 # a rank without rows left measures one for nothing, to stay in step with the others
-                some = part if len(part) else lengths.argmin().reshape(1)
+                rows = part if len(part) else lengths.argmin().reshape(1)
                 with self.backend.autocast():
-                    found.append((part, self.measure(data, some)[:len(part)]))
-            return found
+                    parts.append((part, self.measure(data, rows)[:len(part)]))
+            return parts
 
         parts = ranks.gather(self.passes.retry(
             "evaluation", min(tasks.rows_per_pass(self.settings), -(-len(data) // ranks.world)),
-            int(lengths.max()), mine, in_step=self.backend.zero_stage == 3))
+            int(lengths.max()), measure_share, in_step=self.backend.zero_stage == 3))
         places, measured = map(torch.cat, zip(*chain.from_iterable(parts), strict=True))
         return measured[places.argsort()]
 
@@ -230,16 +249,6 @@ class SupervisedTask(task.Task):
             measured: as of :meth:`evaluation_figures`.
         """
         return []
-
-    def digests(self) -> dict[str, str]:
-        """As :class:`Task`: of the data."""
-        return {"data": self.train.digest(),
-                **({} if self.val is None else {"validation data": self.val.digest()})}
-
-    def eval_fingerprint(self) -> str:
-        """As :class:`Task`; the digests tell of other data."""
-        judge = [self.cfg.task.fn, self.cfg.checkpoint.metric]
-        return hashlib.sha256(json.dumps(judge).encode()).hexdigest()
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """As :class:`Task`."""
@@ -265,14 +274,14 @@ def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layou
     Args:
         start: the token that a decoder beside an encoder starts from; None for a causal model.
     """
-    some = data.rows(rows.tolist())
+    examples = data.rows(rows.tolist())
     before = [] if start is None else [start]
-    places = [np.flatnonzero(mask) + len(before) for mask in some.trained]
-    tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
+    places = [np.flatnonzero(mask) + len(before) for mask in examples.trained]
+    tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in examples.tokens]
     encoder: tuple[Any, ...] = ()
-    if some.encoder_tokens:
-        encoder = layout.padded(some.encoder_tokens), layout.padded(
-            [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
+    if examples.encoder_tokens:
+        encoder = layout.padded(examples.encoder_tokens), layout.padded(
+            [np.ones(len(ids)) for ids in examples.encoder_tokens], torch.bool)
     return layout.Sequences.of_places(tokens, places, *encoder)
 
 

@@ -73,21 +73,21 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     Args:
         policy: the policy's model.
     """
-    wanted, offload = cfg.model.reference, cfg.model.reference.offload
-    if wanted.kind == "none":
+    reference, offload = cfg.model.reference, cfg.model.reference.offload
+    if reference.kind == "none":
         return None
     in_parts = (backend.zero_stage == 3 and algorithm.reference_sharded(cfg)
-                and not _starts_as_adapter(cfg, wanted.path))
+                and not _starts_as_adapter(cfg, reference.path))
     load, empty = (partial(reference_and_value.load_reference, how, cfg.model, cfg.hardware)
                    for how in (load_decodable, empty_lm))
     lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
-    device = backend.device if wanted.device is None else torch.device(wanted.device)
-    if wanted.path is not None:
-        source = replace(cfg.model, path=wanted.path, revision=None)
+    device = backend.device if reference.device is None else torch.device(reference.device)
+    if reference.path is not None:
+        source = replace(cfg.model, path=reference.path, revision=None)
         reference_and_value.check_same_tokens(tokenizer, policy, lm, source, "model.reference.path")
         ours, theirs = vocabulary_of(policy), output_rows(lm)
         if theirs < ours.size:
-            raise InputError(f"The policy samples ids up to {ours.size - 1}, {wanted.path} has "
+            raise InputError(f"The policy samples ids up to {ours.size - 1}, {reference.path} has "
                              f"logits for only {theirs}.", where="model.reference.path",
                              fix="give a model of the policy's own family and vocabulary")
     # the same ids as the policy's, however many rows either has
@@ -98,7 +98,7 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     try:
         return CopyReference(lm if offload else lm.to(device), device, offload)
     except (RuntimeError, AssertionError) as error:  # torch's words for no such device
-        raise ConfigError(f"The reference can't be put on {wanted.device}: {first_line(error)}",
+        raise ConfigError(f"The reference can't be put on {reference.device}: {first_line(error)}",
                           where="model.reference.device", fix="name a device that is there, or "
                           "leave the key out") from error
 
@@ -119,12 +119,12 @@ def judging_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any,
         loaded: the policy that is judged.
         lent: the reference of another policy under the same ``cfg``, taken where it will do.
     """
-    wanted, adapter = cfg.model.reference, loaded.adapter
+    reference, adapter = cfg.model.reference, loaded.adapter
     start = cfg.model.path, cfg.model.revision
-    if wanted.kind == "adapter" and (own := adapter_at(start[0], key="model.path",
-                                                       revision=start[1])):
-        start = named_base(own)[:2]
-    if (adapter is not None and wanted.kind in ("auto", "adapter") and wanted.path is None
+    if reference.kind == "adapter" and (folder := adapter_at(
+            start[0], key="model.path", revision=start[1])):
+        start = named_base(folder)[:2]
+    if (adapter is not None and reference.kind in ("auto", "adapter") and reference.path is None
             and (adapter.base.path, adapter.base.revision) == start):
         return AdapterReference()
     if lent is None or isinstance(lent[0], AdapterReference):
@@ -155,20 +155,20 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, policy: policies.
                          fix="set model.reference.kind=copy") from error
 
 
-def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None, *,
+def load_start(cfg: schema.TrainConfig, backend: Backend, model: Any = None, *,
                scores: bool = False) -> LoadedLM:
     """The model that training starts from; under ZeRO 3 in parts already, unless an adapter is to
     be attached to it.
 
     Args:
-        given: a model that is taken in place of loading ``model.path``, which holds a copy of it.
+        model: taken in place of loading ``model.path``, which holds a copy of it.
         scores: as of :func:`ppocli.sampling.decoding.load_policy`.
 
     Raises:
         PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
     log.info("loading %s", cfg.model.path)
-    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, given, scores=scores)
+    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, model, scores=scores)
     if (backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None
             or _starts_as_adapter(cfg)):
         return whole()
@@ -304,9 +304,9 @@ def note_wording(tokenizer: Any, chat: bool | None) -> None:
 
 def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:
     """How a policy is written; the sampling of its training is its generation config."""
-    own = loaded.generation_config
-    config = type(own)(
-        bos_token_id=own.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+    loaded_config = loaded.generation_config
+    config = type(loaded_config)(
+        bos_token_id=loaded_config.bos_token_id, pad_token_id=tokenizer.pad_token_id,
         eos_token_id=spec.stop_ids[0] if len(spec.stop_ids) == 1 else list(spec.stop_ids) or None,
         do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
         decoder_start_token_id=loaded.decoder_start)
@@ -330,8 +330,8 @@ def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
         return None
     for path in code_files(cfg.env):
         log.info("running code from %s", path)
-    found = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
-    calls = Calls(found[0], cfg.env, cfg.seed, cfg.ppo.n)
+    environments = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
+    calls = Calls(environments[0], cfg.env, cfg.seed, cfg.ppo.n)
     calls.rehearse(prompts)
     if not calls.what.deterministic:
         log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "

@@ -8,7 +8,6 @@ files are the same.
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,54 +19,34 @@ from ppocli.errors import PpocliError
 from ppocli.models.sharded_weights import gathered, host_weights, optimizer_slots
 from ppocli.runs.model_files import POLICY
 from ppocli.training.optimizers import named_trainable
-from ppocli.training.saved_model import SavedModel, Tensors
-from ppocli.training.state import Generators, TrainState
+from ppocli.training.saved_model import Tensors
+from ppocli.training.state import TrainState
 from ppocli.training.task import Task
 
 OPTIMIZER = "optimizer.safetensors"
 TASK_STATE = "task_state.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Tensors by name, and what else goes with them."""
-
-    saved: SavedModel
-    files: dict[str, Tensors]
-    """by file: optimizer state by ``NAME/slot``, state dicts of what trains beside the model, the
-    task's own tensors; for the folder of the policy its model's state dict, or its adapter's
-    tensors as PEFT names them"""
-    generators: Generators
-
-
-def _weights(task: Task, state: TrainState, whole: Tensors | None) -> dict[str, Tensors]:
-    """The files of :class:`Contents` without that of the optimizer.
-
-    Args:
-        whole: as of :func:`whole_weights`.
-    """
-    found = {POLICY: within("lm", whole) or task.saved.tensors(), **{
-        name: within(Path(name).stem, whole) or module.state_dict()
-        for name, module in module_files(task).items()}}
-    return found | ({TASK_STATE: dict(state.tensors)} if state.tensors else {})
-
-
 def module_files(task: Task) -> dict[str, torch.nn.Module]:
-    """File name -> what trains beside the model itself."""
+    """File name -> what trains in addition to the model itself."""
     return {f"{name}.safetensors": module for name, module in
             {**task.modules(), **task.saved.prompt_encoders()}.items()}
 
 
-def write_contents(contents: Contents, folder: Path) -> None:
-    """Put all of it into ``folder``; safetensors and JSON only."""
-    saved = contents.saved
-    for name, tensors in contents.files.items():
-        if name == POLICY:
-            saved.write_weights(folder / name, tensors)
-        else:
-            save_tensors(tensors, folder / name)
-    saved.describe(folder / POLICY)
-    contents.generators.write(folder)
+def _write_weights(task: Task, state: TrainState, folder: Path, whole: Tensors | None) -> None:
+    """Write all but the optimizer's state into ``folder``: the policy's model or adapter, state
+    dicts of what trains in addition, the task's own tensors, and rank 0's generators.
+
+    Args:
+        whole: as of :func:`whole_weights`.
+    """
+    task.saved.write_weights(folder / POLICY, within("lm", whole) or task.saved.tensors())
+    for name, module in module_files(task).items():
+        save_tensors(within(Path(name).stem, whole) or module.state_dict(), folder / name)
+    if state.tensors:
+        save_tensors(state.tensors, folder / TASK_STATE)
+    task.saved.describe(folder / POLICY)
+    state.generators.write(folder)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -75,11 +54,11 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     plain: Tensors = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        if own.untyped_storage().data_ptr() in seen:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        plain[name] = own
+        on_host = tensor.detach().cpu().contiguous()
+        if on_host.untyped_storage().data_ptr() in seen:
+            on_host = on_host.clone()
+        seen.add(on_host.untyped_storage().data_ptr())
+        plain[name] = on_host
     save_file(plain, path)
 
 
@@ -128,12 +107,9 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
             except Exception as error:
                 problem = error
 
-    def write_weights(whole: Tensors | None) -> None:
-        write_contents(Contents(task.saved, _weights(task, state, whole), state.generators), folder)
-
     with whole_weights(task) as whole:
         if ranks.first:
-            attempt(partial(write_weights, whole))
+            attempt(partial(_write_weights, task, state, folder, whole))
     del whole  # the optimizer's state needs the room
     slots = optimizer_slots(named_trainable(trained.module), trained.optimizer, stage, ranks)
     share = OPTIMIZER if ranks.world == 1 else (
@@ -141,14 +117,14 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
     attempt(lambda: save_tensors(slots, folder / share))
     if not ranks.first:
         attempt(lambda: state.generators.write(folder, ranks.rank))
-    # its number and text, as those of an OSError
-    found = ranks.gather(None if problem is None else (
+    # number and text, as those of an OSError
+    failures = ranks.gather(None if problem is None else (
         getattr(problem, "errno", None) or errno.EIO, str(problem)))
     if problem is not None:
         raise problem
-    for other in found:
-        if other is not None:
-            raise OSError(*other)
+    for failure in failures:
+        if failure is not None:
+            raise OSError(*failure)
 
 
 def save_together(task: Task, state: TrainState,
@@ -168,16 +144,16 @@ def save_together(task: Task, state: TrainState,
             ranks.broadcast(str(folder))
         write_checkpoint(task, folder, state)
 
-    told: Any = None
+    message: Any = None
     if ranks.first:
         try:
             put(fill)
         except PpocliError as error:
-            told = error
-        ranks.broadcast(told)
+            message = error
+        ranks.broadcast(message)
     else:
-        while isinstance(told := ranks.broadcast(None), str):
-            with suppress(Exception):  # rank 0 has heard of it and decides
-                fill(Path(told))
-    if told is not None:
-        raise told
+        while isinstance(message := ranks.broadcast(None), str):
+            with suppress(Exception):  # rank 0 gets to know of it and decides
+                fill(Path(message))
+    if message is not None:
+        raise message

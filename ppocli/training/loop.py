@@ -10,17 +10,20 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
 
 from ppocli.distributed import backend, launchers
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing
-from ppocli.training.optimize import optimize
+from ppocli.training.optimize import diverged, optimize
 from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
 from ppocli.training.task import Evaluation, Plan, StepContext, Task
 
@@ -45,8 +48,8 @@ class Recorder:
         """Append one step's figures to metrics.jsonl and hand them to the trackers; only what is
         new in them where ``written``, the last row, was written before."""
         self.metrics.append([row], over_last=written is not None)
-        new = {name: value for name, value in row.items()
-               if name == "step" or name not in (written or {})}
+        new = row if written is None else {name: value for name, value in row.items()
+                                           if name == "step" or name not in written}
         for tracker in self.trackers:
             tracker.row(new)
 
@@ -99,9 +102,9 @@ class Run:
 
 def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
-    task_state, tensors = task.initial()
-    state = TrainState(digests=task.digests(), judged_by=task.eval_fingerprint(), task=task_state,
-                       tensors=tensors, pace=Pace(task.samples_per_step))
+    numbers, tensors = task.initial()
+    state = TrainState(digests=task.resume.digests(), judged_by=task.resume.eval_fingerprint(),
+                       task=numbers, tensors=tensors, pace=Pace(task.length.samples_per_step))
     return replace(state, pending=state.counters()) if task.cfg.eval.at_start else state
 
 
@@ -112,21 +115,27 @@ def run_training(run: Run) -> None:
         StopRequested: at a safe point; ``run.state`` and ``run.intact`` say what can be saved.
         PpocliError: reward, divergence, disk.
     """
-    run.display.start(run.state.step, run.task.total_steps(), run.task.backend.memory_mib)
+    task, length = run.task, run.task.length
+    run.display.start(run.state.step, length.total_steps, task.backend.memory_mib)
     run.clock.mark("startup")
     finish_step(run)
-    while not _is_last(run):
+    while (left := length.total_samples - run.state.episodes) > 0:
         run.stop.meet()
         run.clock.mark("between")
         launchers.note_phase(f"step {run.state.step + 1}, rollout")
-        run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
-        learn(run, run.task.collect(run.state, context_of(run)))
+        count = min(left, length.samples_per_step)
+        run.display.board.enter("rollout", ("chunk", 1, -(-count // (task.chunk_size or count))))
+        learn(run, task.collect(run.state, context_of(task, run.state.step, run.stop, run.clock)))
         finish_step(run)
 
 
-def context_of(run: Run) -> StepContext:
-    """What the next step, or an evaluation now, needs of the loop."""
-    return StepContext(run.stop, run.clock, run.task.progress(run.state.step))
+def context_of(task: Task, step: int, stop: StopFlag, clock: PhaseClock) -> StepContext:
+    """What the step after ``step``, or an evaluation, needs of its caller."""
+    length, passes = task.length, 0.0
+    if task.samples_per_pass:
+        pace = length.pace
+        passes = (pace.episodes + (step - pace.step) * pace.num_rollouts) / task.samples_per_pass
+    return StepContext(stop, clock, (step, length.total_steps, passes))
 
 
 def learn(run: Run, batch: Any) -> None:
@@ -147,8 +156,7 @@ def learn(run: Run, batch: Any) -> None:
             "optimize", ("epoch", plan.groups[done].epoch + 1, plan.groups[-1].epoch + 1),
             ("update", done + 1, total)))
         if not task.trained.is_finite():
-            raise DivergedError(f"The policy's weights became non-finite in step {step}.",
-                                fix=task.remedy())
+            raise diverged(task, f"The policy's weights became non-finite in step {step}.")
     except DivergedError as error:
         error.where = _dump(run, batch, plan, step)
         raise
@@ -184,49 +192,54 @@ def commit(run: Run, state: TrainState) -> None:
 
 def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     """Save the data on which the run diverged, for finding the cause; returns the folder."""
-    target = run.folder.nonfinite_dump / f"step-{step:06d}"
+    target, task = run.folder.nonfinite_dump / f"step-{step:06d}", run.task
+
+    def write(folder: Path) -> None:
+        """The tensors of the plan's records, and one JSON line per sample."""
+        atoms = plan.atoms
+        records = [one for one in (atoms, getattr(atoms, "sequences", None)) if is_dataclass(one)]
+        save_file({f.name: value.cpu().contiguous() for one in records for f in fields(one)
+                   if isinstance(value := getattr(one, f.name), torch.Tensor)},
+                  folder / "experience.safetensors")
+        with run_logs.JsonlWriter(folder / "samples.jsonl") as lines:
+            lines.append(task.sample_rows(batch, step))
+
     try:
-        if run.task.backend.ranks.first:
-            atomic.publish_folder(
-                lambda folder: run.task.write_dump(folder, batch, plan, step), target)
+        if task.backend.ranks.first:
+            atomic.publish_folder(write, target)
     except DiskError as error:
         log.error("%s", error)
         return None
     return str(target)
 
 
-def _is_last(run: Run) -> bool:
-    return run.state.episodes >= run.task.total_samples()
-
-
-def _due(every: int | None, step: int) -> bool:
-    return every is not None and step > 0 and step % every == 0
-
-
 def left_unevaluated(task: Task, state: TrainState) -> bool:
     """Whether a step is the last that wasn't planned to be when it was done: the run was resumed
     with fewer."""
     return (state.pending is None and 0 < state.step != state.eval_step
-            and state.episodes >= task.total_samples())
+            and state.episodes >= task.length.total_samples)
 
 
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
-    step, cfg, ranks = run.state.step, run.task.cfg, run.task.backend.ranks
+    step, task, cfg, ranks = run.state.step, run.task, run.task.cfg, run.task.backend.ranks
     written = None
-    if (row := run.state.pending) is None and left_unevaluated(run.task, run.state):
+    if (row := run.state.pending) is None and left_unevaluated(task, run.state):
         last = ranks.first_does(lambda: [{}, *run_logs.read_jsonl(run.folder.metrics)][-1])
         row = written = last if last.get("step") == step else None
     if row is None:
         return
-    improved = False
-    if step == 0 or _due(cfg.eval.every_steps, step) or _is_last(run):
+    improved, is_last = False, run.state.episodes >= task.length.total_samples
+    if step == 0 or is_last or _due(cfg.eval.every_steps, step):
         run.clock.mark("between")
         row, improved = _evaluate(run, row)
-    # what the disk refuses rank 0 must stop all of them in step
-    ranks.first_does(lambda: check_place(run))
-    ranks.first_does(lambda: run.recorder.row(row, written))
-    run.display.step(row, run.task.total_steps())
+
+    def record() -> None:
+        check_place(run)
+        run.recorder.row(row, written)
+
+    ranks.first_does(record)  # what the disk refuses rank 0 must stop all of them in step
+    run.display.step(row, task.length.total_steps)
     if written is None:
         settle(run)
     else:
@@ -234,11 +247,15 @@ def finish_step(run: Run) -> None:
     minutes = cfg.checkpoint.every_minutes
     overdue = minutes is not None and ranks.broadcast(
         monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
-    if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
-                     or run.task.kept_step(run.state) == step or _is_last(run)):
+    if step > 0 and (improved or overdue or is_last or _due(cfg.checkpoint.every_steps, step)
+                     or task.resume.kept_step(run.state) == step):
         run.clock.mark("between")
         save(run)
         run.clock.mark("saving")
+
+
+def _due(every: int | None, step: int) -> bool:
+    return every is not None and step > 0 and step % every == 0
 
 
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -246,7 +263,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     task, step = run.task, run.state.step
     launchers.note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
-    evaluation = task.evaluate(context_of(run))
+    evaluation = task.evaluate(context_of(task, step, run.stop, run.clock))
     run.clock.mark("eval")
     spent = run.clock.take()
     state = run.state.book(spent, {"eval": evaluation.tokens})
@@ -337,6 +354,6 @@ def keep_checkpoints(task: Task, run: run_folder.RunFolder, state: TrainState) -
     stands."""
     folder, cfg = run.checkpoints, task.cfg.checkpoint
     best = state.best.step if state.best and cfg.keep_best else None
-    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.kept_step(state)),
+    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state)),
                       *retention.update_pointers(folder, latest=state.step, best=best)]:
         log.warning(complaint)

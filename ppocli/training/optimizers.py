@@ -1,5 +1,11 @@
-"""The optimizers over what trains, the policy and apart from it the value function, and their
-learning rates."""
+"""The optimizers over what trains, the policy and separately the value function, and fp32 master
+copies of weights that are stored in bf16.
+
+bf16 has 8 significant bits: a step below 1/512 of a weight would be rounded away, as nearly all of
+PPO's are. A master copy is the weight together with the 16 bits that rounding took from it, which
+lie in the optimizer's state: 4 bytes for both (Kalamkar et al. 2020, arXiv 2005.04680, section
+VII, "Split-SGD-BF16").
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -7,12 +13,10 @@ from typing import Any
 import torch
 
 from ppocli.config import algorithm, tasks
-from ppocli.config.schema_training import (
-    OPTIMIZER_KEYS,
-    OptimizerConfig,
-)
-from ppocli.training.master_weights import LOW, joined, split
+from ppocli.config.schema_training import OPTIMIZER_KEYS, OptimizerConfig
 
+LOW = "low"
+"""slot of the optimizer's state: int16, what the bits of a bf16 weight lack to those of fp32"""
 ROLES = ("policy", "value")
 """of the groups of parameters that PPO trains, each with a schedule of its own"""
 
@@ -36,15 +40,15 @@ def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.op
     Raises:
         InputError: bitsandbytes is asked for and missing.
     """
-    own, critic = _by_role(policy)
-    wanted = algorithm.optimizers_of(updates)
+    policy_weights, critic = _by_role(policy)
+    settings = algorithm.optimizers_of(updates)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
-        (own, critic), wanted, ROLES, strict=False) if parameters]
-    if wanted[0].name == wanted[-1].name or len(groups) == 1:
-        parts = [_optimizer(wanted[0], groups)]
+        (policy_weights, critic), settings, ROLES, strict=False) if parameters]
+    if settings[0].name == settings[-1].name or len(groups) == 1:
+        parts = [_optimizer(settings[0], groups)]
     else:
-        parts = [_optimizer(cfg, [group]) for cfg, group in zip(wanted, groups, strict=True)]
-    if any(p.dtype == torch.bfloat16 for p in (*own, *critic)):
+        parts = [_optimizer(cfg, [group]) for cfg, group in zip(settings, groups, strict=True)]
+    if any(p.dtype == torch.bfloat16 for p in (*policy_weights, *critic)):
         return MasterWeights(parts)
     return parts[0] if len(parts) == 1 else JointOptimizer(parts)
 
@@ -56,9 +60,9 @@ def _by_role(policy: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
-    own = {name: getattr(cfg, name) for name in OPTIMIZER_KEYS[cfg.name]}
     return {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
-            "weight_decay": cfg.weight_decay, **own}
+            "weight_decay": cfg.weight_decay,
+            **{name: getattr(cfg, name) for name in OPTIMIZER_KEYS[cfg.name]}}
 
 
 def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -107,6 +111,21 @@ class JointOptimizer(torch.optim.Optimizer):
         self._link()
 
 
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A finite fp32 tensor rounded to bf16 (halves away from zero), and int16 what that lacks. The
+    tensor is used up."""
+    bits = master.view(torch.int32)
+    high = (bits + 2**15).bitwise_right_shift_(16)
+    weight = high.to(torch.int16).view(torch.bfloat16)
+    return weight, bits.sub_(high.bitwise_left_shift_(16)).to(torch.int16)
+
+
+def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 tensor that :func:`split` took apart, to the last bit."""
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(low).view(torch.float32)
+
+
 class MasterWeights(JointOptimizer):
     """Other optimizers, which see fp32 weights and gradients in place of bf16 ones, one at a
     time."""
@@ -128,14 +147,14 @@ class MasterWeights(JointOptimizer):
             group["params"] = parameters
 
     def _step_one(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
-        own = dict(self.state.pop(parameter, {}))
-        low = own.pop(LOW, None)
+        state = dict(self.state.pop(parameter, {}))
+        low = state.pop(LOW, None)
         whole = parameter.float() if low is None else joined(parameter, low)
         master = torch.nn.Parameter(whole, requires_grad=False)
         # one large tensor in fp32 is much: what isn't needed any more makes room for it
         master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
-        if own:
-            self.state[master] = own
+        if state:
+            self.state[master] = state
         group["params"] = [master]
         super().step()
         master.grad = None

@@ -21,7 +21,8 @@ from ppocli.models.loading.load_adapters import fill_adapter
 from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
-from ppocli.training.task import Task
+from ppocli.training.task import RunLength, Task
+from ppocli.training.updates import lr_factor
 
 log = logging.getLogger("ppocli")
 
@@ -39,7 +40,7 @@ def restore(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     if (place := ranks.first_does(lambda: _newest(task, folder, run_id, fresh))) is None:
         return fresh
     path, state = place
-    task.pace = state.pace
+    task.length = RunLength.of(task.cfg, task.examples, state.pace)
     tensors = read_checkpoint(task, path)
     ranks.first_does(lambda: _tidy(task, folder, path, state))
     return replace(state, tensors=tensors)
@@ -91,27 +92,30 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
                   evaluated=last_row == state.step and not loop.left_unevaluated(task, state))
     for problem in run_logs.row_problems(folder.metrics, folder.samples, last_row):
         log.warning("%s: lost or changed since it was written", problem)
-    if state.episodes < task.total_samples():
+    unfinished = state.episodes < task.length.total_samples
+    if unfinished:
         _set_aside_finished(folder)
-    log.info("resuming step %d of %d from %s (verified)", state.step, task.total_steps(), path)
-    if state.episodes < task.total_samples() and (line := _rates(task, state)):
+    log.info("resuming step %d of %d from %s (verified)", state.step, task.length.total_steps, path)
+    if unfinished and (line := _rates(task, state)):
         log.info(line)
 
 
 def _rates(task: Task, state: TrainState) -> str:
     """What the schedules make of the learning rates that were typed, from the next update on; empty
     where they make nothing of them."""
-    factors = task.rate_factors(state, state.updates)
     base = {group["role"]: group["base_lr"] for group in task.trained.optimizer.param_groups}
-    lines, update = [], state.updates + 1
+    lines, update, unchanged = [], state.updates + 1, True
+    total = task.length.total_updates(task.cfg, state)
     for role, lr in base.items():
         shape = task.schedule(role)
+        factor = lr_factor(shape, state.updates, total)
+        unchanged = unchanged and factor == 1.0
         why = (f"update {update} of {shape.warmup_updates} of its warm-up"
                if update <= shape.warmup_updates else
-               f"update {update} of {task.total_updates(state)} on its {shape.name} schedule")
-        lines.append(f"{'of the value function ' * (role == 'value')}{lr * factors[role]:.3g} = "
-                     f"{factors[role]:.3g} x {lr:g}, {why}")
-    return "" if all(factors[role] == 1.0 for role in base) else (
+               f"update {update} of {total} on its {shape.name} schedule")
+        lines.append(f"{'of the value function ' * (role == 'value')}{lr * factor:.3g} = "
+                     f"{factor:.3g} x {lr:g}, {why}")
+    return "" if unchanged else (
         f"the learning rate goes on at {'; '.join(lines)} (updates are counted from the run's "
         f"start; {tasks.updates_section(task.cfg)}.scheduler.name=constant keeps to what is typed)")
 
@@ -125,11 +129,12 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
         raise CheckpointError(f"Not what the run was started with: {', '.join(changed)}. The "
                               "files (or the arguments) have changed.", where=str(folder.path),
                               fix="put them back, or start another run (another run_name)")
-    state, now = task.adopt(state, fresh), task.samples_per_step
+    state, now = task.resume.adopt(state, fresh), tasks.samples_per_step(task.cfg)
     pace, best = state.pace or Pace(now), state.best
     if pace.num_rollouts != now:
         pace = Pace(now, state.step, state.episodes)
-    if best is not None and state.judged_by not in (fresh.judged_by, *task.eval_fingerprints()):
+    if best is not None and state.judged_by not in (
+            fresh.judged_by, *task.resume.earlier_fingerprints()):
         log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
                  "evaluation so far (step %d) is not comparable and forgotten", best.step)
         best = None
@@ -172,21 +177,22 @@ def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str
     Raises:
         CheckpointError: one is missing, superfluous or of another shape.
     """
-    own = module.state_dict(keep_vars=True)
-    filled = {id(own[name]) for name in tensors if tied_ok and name in own}
-    wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
-             for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
+    state = module.state_dict(keep_vars=True)
+    filled = {id(state[name]) for name in tensors if tied_ok and name in state}
+    wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(state[name]))} here"
+             for name in tensors
+             if name in state and tensors[name].shape != whole_shape(state[name])]
     computed = getattr(module, "_keys_to_ignore_on_save", None) or ()  # Marian's positions
-    missing = [f"{name} is not saved" for name in own if name not in tensors
-               and id(own[name]) not in filled and name not in computed]
-    extra = [f"{name} is not in the model" for name in tensors if name not in own]
+    missing = [f"{name} is not saved" for name in state if name not in tensors
+               and id(state[name]) not in filled and name not in computed]
+    extra = [f"{name} is not in the model" for name in tensors if name not in state]
     if problems := wrong + missing + extra:
         raise CheckpointError(f"The {what} of the checkpoint does not fit the model: "
                               f"{'; '.join(problems[:3])}", where=where, fix=fix)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            with sharded_weights.one_gathered(own[name], modify=True):
-                own[name].copy_(tensor)
+            with sharded_weights.one_gathered(state[name], modify=True):
+                state[name].copy_(tensor)
 
 
 def _load_modules(task: Task, folder: Path) -> None:
@@ -209,15 +215,15 @@ def _restore_optimizer(task: Task, folder: Path) -> None:
     """Fill the optimizer's state by name; every parameter must find what it had."""
     parameters = optimizers.named_trainable(task.trained.module)
     with ExitStack() as files:
-        found: dict[str, dict[str, Any]] = {}
+        saved: dict[str, dict[str, Any]] = {}
         for path in sorted(folder.glob(f"{Path(checkpoint_writing.OPTIMIZER).stem}*.safetensors")):
             file = files.enter_context(safe_open(path, framework="pt"))
             for key in file.keys():  # noqa: SIM118 - no dict
                 name, slot = key.rsplit("/", 1)
-                found.setdefault(name, {})[slot] = (file, key)
-        extra = sorted(set(found) - set(parameters))
+                saved.setdefault(name, {})[slot] = (file, key)
+        extra = sorted(set(saved) - set(parameters))
         # parameters that never had a gradient (critic warm-up) have no state; else all have it
-        wrong = [n for n, slots in found.items() if n in parameters and any(
+        wrong = [n for n, slots in saved.items() if n in parameters and any(
             not sharded_weights.slot_fits(slot, tuple(file.get_slice(key).get_shape()),
                                           tuple(whole_shape(parameters[n])))
             for slot, (file, key) in slots.items())]
@@ -230,7 +236,7 @@ def _restore_optimizer(task: Task, folder: Path) -> None:
         optimizer, stage = task.trained.optimizer, task.backend.zero_stage
         sharded_weights.fill_optimizer(parameters, optimizer, stage, {
             name: {slot: partial(file.get_tensor, key)
-                   for slot, (file, key) in slots.items()} for name, slots in found.items()})
+                   for slot, (file, key) in slots.items()} for name, slots in saved.items()})
 
 
 def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
@@ -264,11 +270,11 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     _load_modules(task, folder)
     sharded_weights.adopt_weights(module, stage)
     _restore_optimizer(task, folder)
-    if (own := Generators.read(folder, ranks.rank)) is None:
+    if (generators := Generators.read(folder, ranks.rank)) is None:
         log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",
                  ranks.rank)
         seed_generators(task.cfg.seed + ranks.rank)
     else:
-        own.restore(task.backend.device)
+        generators.restore(task.backend.device)
     path = folder / checkpoint_writing.TASK_STATE
     return load_file(path) if path.is_file() else {}

@@ -1,14 +1,19 @@
 """What is trained as a plain Hugging Face folder: weights, configuration, tokenizer."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from ppocli.models.loading.load_adapters import Adapter, adapter_tensors, describe_adapter
+from ppocli.models.loading.load_adapters import (
+    Adapter,
+    adapter_tensors,
+    describe_adapter,
+    merged_tensors,
+)
 from ppocli.models.trunk import virtual_tokens
 from ppocli.runs.model_files import ADAPTER_WEIGHTS
 
@@ -28,6 +33,8 @@ class SavedModel:
     """for whoever samples from it later; None of a model that isn't sampled from"""
     tokenizer: Any
     adapter: Adapter | None = None
+    merges: bool = False
+    """whether :meth:`write` merges the adapter into its base"""
 
     def tensors(self) -> Tensors:
         """The state dict of the model, or its adapter's tensors as PEFT names them."""
@@ -45,6 +52,9 @@ class SavedModel:
         Args:
             weights: as of :meth:`tensors`, where the modules don't hold them whole.
         """
+        if self.merges and self.adapter is not None:
+            replace(self, adapter=None).write(folder, merged_tensors(self.adapter))
+            return
         self.write_weights(folder, weights)
         self.describe(folder)
 

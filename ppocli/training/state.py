@@ -76,11 +76,16 @@ class Spent:
         of phases that took no time here (responses that came from elsewhere) are left out."""
         figures: dict[str, float] = {}
         for kind, spent in (("time", self.seconds), ("cpu", self.cpu_seconds)):
-            seconds = {name: value for name, value in of_training(spent).items() if name != "eval"}
-            figures |= {f"{kind}/{name}": value for name, value in seconds.items()}
-            figures[f"{kind}/step"] = sum(seconds.values())
-        return figures | {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)
-                          for name, count in tokens.items() if name in self.seconds}
+            total = 0.0
+            for name, seconds in spent.items():
+                if name not in _AROUND and name != "eval":
+                    figures[f"{kind}/{name}"] = seconds
+                    total += seconds
+            figures[f"{kind}/step"] = total
+        for name, count in tokens.items():
+            if name in self.seconds:
+                figures[f"tokens_per_second/{name}"] = count / max(self.seconds[name], 1e-9)
+        return figures
 
 
 @dataclass(slots=True)
@@ -101,7 +106,7 @@ class PhaseClock:
         """Book the time since the last mark to ``name``."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize(self.device)
-        now = Moment.now()
+        now = Moment(time.perf_counter(), time.process_time())
         self.seconds[name] = self.seconds.get(name, 0.0) + now.wall - self.last.wall
         self.cpu_seconds[name] = self.cpu_seconds.get(name, 0.0) + now.cpu - self.last.cpu
         self.last = now
@@ -274,25 +279,25 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; without the tensors and generators."""
-        found = asdict(replace(self, tensors={}, generators=Generators()))
-        del found["tensors"], found["generators"]
-        return found
+        numbers = asdict(replace(self, tensors={}, generators=Generators()))
+        del numbers["tensors"], numbers["generators"]
+        return numbers
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> TrainState:
         """The state that :meth:`to_json` wrote. Numbers of PPO that earlier versions kept among the
-        loop's are found too."""
-        known = {f.name for f in fields(TrainState)}
-        own = {name: value for name, value in data.items() if name in known}
-        own["task"] = {**{name: value for name, value in data.items() if name not in known},
-                       **data.get("task", {})}
+        loop's are read too."""
+        names = {f.name for f in fields(TrainState)}
+        values = {name: value for name, value in data.items() if name in names}
+        values["task"] = {**{name: value for name, value in data.items() if name not in names},
+                          **data.get("task", {})}
         for name in ("eval_before", "eval_last", "pending"):  # strict JSON has null for NaN
-            if own.get(name) is not None:
-                own[name] = {figure: math.nan if value is None else value
-                             for figure, value in own[name].items()}
-        own["best"] = None if data["best"] is None else Best(**data["best"])
-        own["pace"] = None if data.get("pace") is None else Pace(**data["pace"])
-        return TrainState(**own)
+            if values.get(name) is not None:
+                values[name] = {figure: math.nan if value is None else value
+                                for figure, value in values[name].items()}
+        values["best"] = None if data["best"] is None else Best(**data["best"])
+        values["pace"] = None if data.get("pace") is None else Pace(**data["pace"])
+        return TrainState(**values)
 
     def book(self, spent: Spent, tokens: Mapping[str, int] | None = None) -> TrainState:
         """The state with more time and tokens booked to phases."""
@@ -302,8 +307,10 @@ class TrainState:
 
 
 def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
-    return {**sums, **{name: sums[name] + value if name in sums else value
-                       for name, value in more.items()}}
+    total = dict(sums)
+    for name, value in more.items():
+        total[name] = total[name] + value if name in total else value
+    return total
 
 
 def torch_versions() -> dict[str, str]:

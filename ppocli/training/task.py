@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -180,9 +180,74 @@ class Evaluation:
     list, the first one being this evaluation"""
 
 
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """How many samples and steps a run has, under its present configuration."""
+
+    samples_per_step: int
+    """samples of a full step"""
+    total_samples: int
+    total_steps: int
+    """the last step may be smaller"""
+    pace: Pace
+    """since when steps are of this size"""
+
+    @staticmethod
+    def of(cfg: schema.TrainConfig, examples: int | None = None, pace: Pace | None = None
+           ) -> "RunLength":
+        """The length of a run.
+
+        Args:
+            examples: rows of the data set, or prompts, where the length depends on them.
+            pace: of a run that is resumed.
+        """
+        size = tasks.samples_per_step(cfg)
+        pace = pace or Pace(size)
+        steps = tasks.steps_asked(cfg)
+        samples = (tasks.planned_samples(cfg, examples) or 0 if steps is None else
+                   pace.episodes + (max(steps, pace.step) - pace.step) * pace.num_rollouts)
+        left = max(samples - pace.episodes, 0)
+        return RunLength(size, samples, pace.step + -(-left // size), pace)
+
+    def total_updates(self, cfg: schema.TrainConfig, state: TrainState) -> int:
+        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
+        samples still to come."""
+        settings = tasks.updates_of(cfg)
+        full, rest = divmod(max(self.total_samples - state.episodes, 0), self.samples_per_step)
+        return (state.updates + full * tasks.updates_of_samples(settings, self.samples_per_step)
+                + tasks.updates_of_samples(settings, rest))
+
+
+class Resume:
+    """What a task compares and changes when its run is resumed. This one has nothing to compare."""
+
+    def digests(self) -> dict[str, str]:
+        """Digests of data that must not change between start and resume, by name."""
+        return {}
+
+    def eval_fingerprint(self) -> str:
+        """Digest of everything that evaluations depend on, except the trained weights. All ranks
+        call it in step."""
+        return ""
+
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """The same as earlier versions computed it, whose runs can be resumed."""
+        return ()
+
+    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
+        """The state of a checkpoint, adapted to the present configuration, which may have
+        changed."""
+        return saved
+
+    def kept_step(self, state: TrainState) -> int | None:
+        """The step after which a checkpoint is written that pruning never removes; None: no such
+        step so far."""
+        return None
+
+
 class Task(ABC):
-    """A training. Subclasses set the attributes and answer the abstract methods; the others have
-    answers that will do for a task without samples to show or state of its own.
+    """A training. Subclasses set the attributes and implement the abstract methods; the defaults of
+    the others suit a task without samples to show or state of its own.
 
     On several ranks every method is called on all of them in step.
     """
@@ -193,6 +258,8 @@ class Task(ABC):
     """those that are merged by their maximum instead of their sum"""
     lower_is_better: frozenset[str] = frozenset()
     """figures of evaluations of which the lowest is the best"""
+    remedy: str = ""
+    """what to try when losses or weights become non-finite; empty: a lower learning rate"""
 
     cfg: schema.TrainConfig
     backend: Backend
@@ -202,12 +269,20 @@ class Task(ABC):
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
+    resume: Resume = Resume()
     judging: Sequence[Any] = ()
-    """tokenizers of reward models, beside that of ``saved``"""
+    """tokenizers of reward models, in addition to that of ``saved``"""
     examples: int | None = None
     """rows of the data set, or prompts, where the run's length depends on how many there are"""
-    pace: Pace | None = None
-    """of a run that was resumed"""
+    samples_per_pass: int = 0
+    """samples of one pass over the prompts; 0 where passes are not counted"""
+    chunk_size: int = 0
+    """samples that are collected at a time, for the display; 0: a whole batch"""
+
+    @cached_property
+    def length(self) -> RunLength:
+        """Samples and steps of the run; resuming replaces it."""
+        return RunLength.of(self.cfg, self.examples)
 
     @abstractmethod
     def collect(self, state: TrainState, context: StepContext) -> Any:
@@ -230,14 +305,14 @@ class Task(ABC):
     @abstractmethod
     def loss(self, atoms: Any, rows: torch.Tensor, weights: torch.Tensor, group: UpdateGroup
              ) -> LossTerms:
-        """A micro-batch's part of an update's loss, through ``self.trained.engine``. May be asked
-        for again, in smaller parts, after memory has run out.
+        """A micro-batch's part of an update's loss, through ``self.trained.engine``. May be called
+        again, with smaller parts, after memory has run out.
 
         Args:
             atoms: of :class:`Plan`.
             rows: [a] places of its atoms.
-            weights: [a] fp32 weight of each of their terms; all zero for an atom that is only there
-                to keep this rank in step with the others.
+            weights: [a] fp32 weight of each of their terms; all zero for an atom that only keeps
+                this rank in step with the others.
             group: the whole update.
         """
 
@@ -250,18 +325,10 @@ class Task(ABC):
         """
 
     def judge(self, terms: dict[str, float]) -> Verdict:
-        """Decide whether an update with these terms is made, before it changes anything."""
-        finite = all(math.isfinite(value) for value in terms.values())
+        """Decide whether an update with these terms is made, before it changes anything; log why
+        one is skipped."""
+        finite = all(map(math.isfinite, terms.values()))
         return Verdict.STEP if finite else Verdict.NONFINITE
-
-    def remedy(self) -> str:
-        """What to try when losses or weights become non-finite, for the error that ends the run."""
-        section = tasks.updates_section(self.cfg)
-        return f"lower {section}.optimizer.lr, or use hardware.precision=fp32"
-
-    def why_skipped(self, terms: dict[str, float]) -> str:
-        """The reason why an update was skipped, as the start of a sentence."""
-        return "The task has refused an update"
 
     def finish(self, state: TrainState, batch: Any, plan: Plan, result: OptimizeResult) -> Finished:
         """The figures of the step, and the task's own state after it.
@@ -280,58 +347,22 @@ class Task(ABC):
         """The task's own numbers and tensors before the first step."""
         return {}, {}
 
-    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
-        """The state of a checkpoint, adapted to the present configuration, which may have
-        changed."""
-        return saved
-
-    def digests(self) -> dict[str, str]:
-        """Digests of data that must not change between start and resume, by name."""
-        return {}
-
-    def eval_fingerprint(self) -> str:
-        """Digest of everything that evaluations depend on, except the trained weights."""
-        return ""
-
-    def eval_fingerprints(self) -> tuple[str, ...]:
-        """The same as earlier versions have noted it, whose runs go on."""
-        return ()
-
     def modules(self) -> dict[str, torch.nn.Module]:
         """Modules that change in addition to ``saved.lm``, by their attribute name in
         ``trained.module``; of a name that isn't one of it, whole on every rank."""
         return {}
 
-    def kept_step(self, state: TrainState) -> int | None:
-        """The step after which a checkpoint is written that stays whatever is pruned; None: no
-        such step so far."""
-        return None
-
-    def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
-        """The factor that the schedule puts on the learning rate, by ``role`` of the optimizer's
-        groups.
-
-        Args:
-            update: number of the update in the whole run.
-        """
-        total = self.total_updates(state)
-        return {role: updates.lr_factor(self.schedule(role), update, total)
-                for role in {group["role"]: None for group in self.trained.optimizer.param_groups}}
-
     def schedule(self, role: str) -> schema_training.SchedulerConfig:
         """The learning-rate schedule of the optimizer's groups with this role."""
-        return self.settings.scheduler
-
-    def chunks(self, state: TrainState) -> int:
-        """The number of parts in which the next batch is collected, for the display."""
-        return 1
+        return tasks.updates_of(self.cfg).scheduler
 
     def preview(self, batch: Any) -> list[Sample]:
         """(prompt, text, score) of a few samples, to be shown."""
         return []
 
     def sample_rows(self, batch: Any, step: int) -> list[dict[str, Any]]:
-        """The batch as rows of samples.jsonl (``tracking.log_rollouts``)."""
+        """The batch as rows of samples.jsonl (``tracking.log_rollouts``, and what a run leaves when
+        it diverges)."""
         return []
 
     def summary(self, state: TrainState) -> dict[str, Any]:
@@ -342,59 +373,5 @@ class Task(ABC):
         """Measurements on the model of a finished run before it is written, for its summary."""
         return {}
 
-    def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:
-        """Write ``model/``, on the first of several ranks.
-
-        Args:
-            weights: as of :meth:`ppocli.training.saved_model.SavedModel.write`.
-        """
-        self.saved.write(folder, weights)
-
-    def write_dump(self, folder: Path, batch: Any, plan: Plan,  # noqa: B027 - may be left
-                   step: int) -> None:
-        """Write data that help to find the cause of a divergence; nothing by default."""
-
     def close(self) -> None:  # noqa: B027 - may be left
         """Release what the task has built in addition to ``trained``."""
-
-    @property
-    def settings(self) -> tasks.Updates:
-        """The section of the configuration that says how updates are made."""
-        return tasks.updates_of(self.cfg)
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of a full step."""
-        return tasks.samples_per_step(self.cfg)
-
-    def total_samples(self) -> int:
-        """Samples of the whole run."""
-        if (steps := tasks.steps_asked(self.cfg)) is not None:
-            return self.samples_at(max(steps, self._pace().step))
-        return tasks.planned_samples(self.cfg, self.examples) or 0
-
-    def total_steps(self) -> int:
-        """Steps of the whole run; the last may be smaller."""
-        pace = self._pace()
-        left = max(self.total_samples() - pace.episodes, 0)
-        return pace.step + -(-left // self.samples_per_step)
-
-    def samples_at(self, step: int) -> int:
-        """Samples of so many steps, all of them full since the run was last resumed with others."""
-        pace = self._pace()
-        return pace.episodes + (step - pace.step) * pace.num_rollouts
-
-    def progress(self, step: int) -> tuple[int, int, float]:
-        """:attr:`StepContext.progress` after so many steps; a task counts its own passes."""
-        return step, self.total_steps(), 0.0
-
-    def _pace(self) -> Pace:
-        return self.pace or Pace(self.samples_per_step)
-
-    def total_updates(self, state: TrainState) -> int:
-        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
-        samples still to come."""
-        left, size = max(self.total_samples() - state.episodes, 0), self.samples_per_step
-        full, rest = divmod(left, size)
-        return (state.updates + full * tasks.updates_of_samples(self.settings, size)
-                + tasks.updates_of_samples(self.settings, rest))

@@ -50,23 +50,30 @@ class Trained:
         scaled = loss * world if world > 1 else loss
         self.backend.accelerator.backward(scaled if accepted else scaled * float("nan"))
 
-    def norm(self) -> torch.Tensor:
-        """The gradient norm over all ranks before clipping; clips."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = _total_norm([p.grad for p in parameters])
+    def attempt(self, factors: Mapping[str, float]) -> torch.Tensor:
+        """End an update after its last micro-batch, up to the question whether it is made: clip.
+
+        Args:
+            factors: what each role's schedule makes of its groups' rates.
+
+        Returns:
+            the gradient norm over all ranks before clipping, in fp32 also where gradients are bf16.
+        """
+        parameters, gradients, all_fp32 = list[torch.Tensor](), list[torch.Tensor](), True
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                gradients.append(parameter.grad)
+                all_fp32 = all_fp32 and parameter.grad.dtype == torch.float32
+        if all_fp32:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = torch.linalg.vector_norm(torch.stack([
+                torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]))
         if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
             return norm  # on a GPU the question would wait for it
         torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
         return norm
-
-    def attempt(self, factors: Mapping[str, float]) -> torch.Tensor:
-        """End an update, once per update, after the last micro-batch, up to the question whether it
-        is made; returns :meth:`norm`.
-
-        Args:
-            factors: what each role's schedule makes of its groups' rates.
-        """
-        return self.norm()
 
     def complete(self, factors: Mapping[str, float]) -> float:
         """Make the update that was attempted, which DeepSpeed must not have refused; returns the
@@ -80,19 +87,12 @@ class Trained:
 
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
-        weights = [p for p in self.module.parameters() if p.requires_grad]
-        if self.backend.zero_stage == 3:
-            weights = list(map(local_part, weights))
-        flags = [torch.isfinite(weight.detach()).all() for weight in weights]
+        flags = list[torch.Tensor]()
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                weight = local_part(parameter) if self.backend.zero_stage == 3 else parameter
+                flags.append(torch.isfinite(weight.detach()).all())
         return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
-
-
-def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all of them together, in fp32 also where they are bf16."""
-    if all(one.dtype == torch.float32 for one in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack([
-        torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]))
 
 
 class ZeroTrained(Trained):
@@ -122,16 +122,12 @@ class ZeroTrained(Trained):
         scaled = loss * self.backend.ranks.world
         self.engine.backward(scaled if accepted else scaled * float("nan"))
 
-    def norm(self) -> torch.Tensor:
-        """As :class:`Trained`; known to DeepSpeed only once it has tried the step."""
-        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
-
     def attempt(self, factors: Mapping[str, float]) -> torch.Tensor:
-        """As :class:`Trained`: DeepSpeed steps now; a gradient that is not finite changes nothing.
-        """
+        """As :class:`Trained`: DeepSpeed steps now and then knows the norm; a gradient that is not
+        finite changes nothing."""
         set_learning_rate(self.optimizer, factors)
         self.engine.step()
-        return self.norm()
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
 
     def complete(self, factors: Mapping[str, float]) -> float:
         """As :class:`Trained`; the step is made already."""

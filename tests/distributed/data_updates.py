@@ -54,7 +54,7 @@ def main(config: str, out: str) -> None:
             tensors |= {f"weight/{name}": parameter.detach().cpu().clone()
                         for name, parameter in named_trainable(task.trained.module).items()}
             if backend.ranks.first and task.saved.adapter is not None and closing:
-                task.write_model(Path(out).with_suffix(".model"), None)  # merged
+                task.saved.write(Path(out).with_suffix(".model"))  # merged
         if backend.ranks.first:
             save_file(tensors, out)
         task.close()

@@ -54,7 +54,7 @@ def update(session: Session, step: int) -> tuple[Rollout, dict[str, torch.Tensor
     return rollout, {
         **experience_tensors(experience),
         "terms": torch.tensor([result.terms[name] for name in sorted(result.terms)]),
-        "drawn": torch.tensor(rollout.dynamic_sampling.samples if rollout.dynamic_sampling else 0),
+        "drawn": torch.tensor(rollout.extras.sampled),
         "counts": torch.tensor([result.updates, result.skipped, result.nonfinite])}
 
 

@@ -56,8 +56,8 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     if digest is not None:
         found["digest"] = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
     sizes = [elements(session.policy), held_by_reference(session)]
-    with session.acting() as acting:
-        sizes.append(elements(acting.policy))
+    with session.sampler.acting(session.policy) as policy:
+        sizes.append(elements(policy))
     rollout, came_to = update(session, 0)
     found |= came_to | trained_weights(session)
     found["kl"], found["scores"] = rollout.kl.clone(), torch.tensor(rollout.scores)

@@ -68,7 +68,7 @@ def test_a_loop_gives_the_numbers_of_the_command(by, quick: Path, tmp_path: Path
         while not trainer.done:
             if by == "ids":  # the same prompts, handed in by the loop
                 start = trainer.steps * 16
-                batch = session.next_prompts(start, 16)
+                batch = session.share_of_prompts(start, 16)[0]
                 rows = zip(batch.tokens, batch.mask, strict=True)
                 batch = trainer.generate([ids[mask] for ids, mask in rows])
             else:

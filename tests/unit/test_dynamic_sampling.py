@@ -50,9 +50,8 @@ def test_a_step_takes_the_next_prompts_whose_scores_differ(tmp_path, caplog, mos
         length = int(found.response_mask[row].sum())
         torch.testing.assert_close(found.logprobs[row, :length],
                                    everything.logprobs[place, :length], rtol=0, atol=2e-5)
-    stats = found.dynamic_sampling
-    assert (stats.samples, stats.uniform_groups) == (drawn, len(others) // 2)
-    assert stats.tokens == int(everything.response_mask[:drawn].sum())
+    assert (found.extras.sampled, found.extras.uniform_groups) == (drawn, len(others) // 2)
+    assert found.extras.sampled_tokens == int(everything.response_mask[:drawn].sum())
 
 
 def test_samples_that_have_no_score_make_no_difference(tmp_path):
@@ -63,7 +62,7 @@ def test_samples_that_have_no_score_make_no_difference(tmp_path):
     cfg = small_config(tmp_path, ppo__advantage="rloo", ppo__n=2, ppo__dynamic_sampling=3,
                        reward__on_invalid="skip")
     with session_of(cfg, half) as session:
-        assert collected(session, PPOTask(session)).dynamic_sampling.uniform_groups == 3 * 8
+        assert collected(session, PPOTask(session)).extras.uniform_groups == 3 * 8
 
 
 def test_a_reference_moves_by_its_share_of_the_way(tmp_path):

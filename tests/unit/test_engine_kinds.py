@@ -190,7 +190,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl
 def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):
     with session_of(grouped(tmp_path, "grpo")) as session:
         rollout = rollout_of(session)
-        part = session.next_prompts(6, 5)
+        part = session.share_of_prompts(6, 5)[0]
         single = session_of(small_config(tmp_path))
     prompts = rollout.prompts.texts
     assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
@@ -199,7 +199,7 @@ def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):
     assert all(len(set(rollout.responses[i:i + 4])) > 1 for i in range(0, 16, 4))
     assert part.texts == prompts[6:11]
     with single as other:  # the order of prompts is the one without groups, position by position
-        assert other.next_prompts(0, 4).texts == prompts[::4]
+        assert other.share_of_prompts(0, 4)[0].texts == prompts[::4]
 
 
 def test_what_is_left_to_the_estimator(tmp_path):
@@ -285,7 +285,7 @@ def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
                            ppo__init_kl_coef=coef, ppo__optimizer__lr=3e-3, ppo__vf_coef=0.0)
         with session_of(cfg) as session:
             experience = experience_of(session)
-            assert (experience.ref_logprobs is None) == (coef == 0.0)
+            assert (experience.extras.ref_logprobs is None) == (coef == 0.0)
             before = weights_of(session)
             optimize(session, experience)
             grads = gradients(session, experience)[1]
@@ -357,5 +357,5 @@ def test_charging_the_reward_and_the_loss_are_apart(tmp_path):
     lengths = rollout.response_mask.sum(1)
     torch.testing.assert_close(found["loss"].returns[:, 0], scores)
     torch.testing.assert_close(found["reward"].returns[:, 0], scores - lengths, rtol=0, atol=1e-4)
-    assert found["loss"].kl_coef == 1.0
-    assert found["reward"].kl_coef == 0.0
+    assert found["loss"].options.kl_coef == 1.0
+    assert found["reward"].options.kl_coef == 0.0

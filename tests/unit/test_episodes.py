@@ -59,9 +59,9 @@ def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
     with session_of(config(tmp_path, env__fn=f"played:{name}"), None) as session:
         rollout = rollout_of(session)
         tokenizer, lm = session.tokenizer, session.policy.lm.eval()
-        ended = {one.ended for one in rollout.episodes}
+        ended = {one.ended for one in rollout.extras.episodes}
         assert {"done", "turns"} <= ended
-        for row, episode in enumerate(rollout.episodes):
+        for row, episode in enumerate(rollout.extras.episodes):
             prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]].tolist()
             ids = [*prompt, *tokenizer(episode.opening)["input_ids"]]
             taken = 0
@@ -114,8 +114,8 @@ def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
     with session_of(config(tmp_path, **keys), None) as session:
         found = rollout_of(session)
         later = rollout_of(session, start=5, count=4)
-    assert found.episodes == wanted.episodes
-    assert later.episodes == wanted.episodes[5:9]
+    assert found.extras.episodes == wanted.extras.episodes
+    assert later.extras.episodes == wanted.extras.episodes[5:9]
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
 
 
@@ -126,14 +126,14 @@ def test_a_group_plays_one_game_and_differs_in_what_follows(tmp_path):
         rollout = rollout_of(session)
         later = rollout_of(session, start=6, count=4)  # as on a rank, or behind what was left out
         evaluated = torch.cat([torch.tensor([one.score for one in part.episodes]) for part in (
-            sample_policy(session, session.context(), rollout.prompts, session.eval_sampling,
-                          EVALUATION))])
+            sample_policy(session, session.context(), session.policy, rollout.prompts,
+                          session.eval_sampling, EVALUATION))])
         experience = to_experience(rollout, fresh_state(session), cfg)
     numbers = [int(np.random.default_rng([cfg.seed, ROLLOUT, group, 0]).integers(10**6))
                for group in range(4)]
     assert rollout.scores == [numbers[i // 4] for i in range(16)]
     assert later.scores == rollout.scores[6:10]
-    assert len({one.turns[0].observation for one in rollout.episodes}) == 16
+    assert len({one.turns[0].observation for one in rollout.extras.episodes}) == 16
     assert len(set(rollout.responses)) == 16
     assert not experience.advantages.any(), "what a group is compared by is the same game"
     assert len(set(evaluated.tolist())) == 16, "prompts.eval.repeat plays as many games"
@@ -144,44 +144,44 @@ def test_limits_of_turns_and_tokens_hold(tmp_path):
     rollout = rolled(cfg, None)
     prompts = rollout.prompts.mask.sum(1)
     assert int((rollout.sequences.lengths - prompts).max()) <= 12
-    assert "tokens" in {one.ended for one in rollout.episodes}
+    assert "tokens" in {one.ended for one in rollout.extras.episodes}
     # what nobody read is no observation
-    assert all(one.turns[-1].observation_tokens == 0 for one in rollout.episodes)
-    assert not any(rollout.finished[i] for i, one in enumerate(rollout.episodes)
+    assert all(one.turns[-1].observation_tokens == 0 for one in rollout.extras.episodes)
+    assert not any(rollout.finished[i] for i, one in enumerate(rollout.extras.episodes)
                    if one.ended != "done")
-    figures = episode_figures(rollout.episodes)
-    cut = [one.ended for one in rollout.episodes].count("tokens")
+    figures = episode_figures(rollout.extras.episodes)
+    cut = [one.ended for one in rollout.extras.episodes].count("tokens")
     assert figures["env/truncated_share"] == pytest.approx(cut / 16)
     assert figures["env/turns_mean"] == pytest.approx(
-        sum(len(one.turns) for one in rollout.episodes) / 16)
+        sum(len(one.turns) for one in rollout.extras.episodes) / 16)
     rows = rollout_samples(rollout, 1, cfg)
     assert [row["turns"][0]["response"] for row in rows] == [
-        one.turns[0].response for one in rollout.episodes]
+        one.turns[0].response for one in rollout.extras.episodes]
 
 
 @pytest.mark.parametrize("on_error", ["truncate", "drop"])
 def test_episodes_whose_environment_fails(tmp_path, on_error):
     rollout = rolled(config(tmp_path, env__fn="played:Failing", env__on_error=on_error,
                             reward__on_invalid="skip"), None)
-    failed = [one.ended == "error" for one in rollout.episodes]
+    failed = [one.ended == "error" for one in rollout.extras.episodes]
     assert 2 < sum(failed) < 14
     assert all(("the door is locked" in str(one.error)) == bad
                and len(one.turns) == (2 if bad else 3)
-               for one, bad in zip(rollout.episodes, failed, strict=True))
+               for one, bad in zip(rollout.extras.episodes, failed, strict=True))
     assert rollout.valid.tolist() == ([True] * 16 if on_error == "truncate" else
                                       [not bad for bad in failed])
-    assert episode_figures(rollout.episodes)["env/errors"] == sum(failed)
+    assert episode_figures(rollout.extras.episodes)["env/errors"] == sum(failed)
 
 
 def test_a_reward_function_scores_the_whole_transcript_beside(tmp_path):
     rollout = rolled(config(tmp_path),
                      lambda responses, **_: [float(len(text)) for text in responses])
-    for row, episode in enumerate(rollout.episodes):
+    for row, episode in enumerate(rollout.extras.episodes):
         assert rollout.scores[row] == pytest.approx(episode.score + len(episode.transcript))
         count = int(rollout.response_mask[row].sum())
         wanted = episode.token_rewards
         wanted[-1] += len(episode.transcript)
-        assert rollout.dense[row, :count].tolist() == pytest.approx(wanted)
+        assert rollout.extras.dense[row, :count].tolist() == pytest.approx(wanted)
     assert set(rollout.parts) == {"env", "<lambda>"} or len(rollout.parts) == 2
 
 
@@ -192,7 +192,7 @@ def test_trl_environments_reach_the_reward(tmp_path):
     rollout = rolled(config(tmp_path, env__fn="played:Lookup", env__adapter="trl",
                             prompts__chat=True, reward__fn="played:found"), None)
     assert rollout.scores == [0.0] * 16  # it calls nothing
-    assert all(one.environment is None and len(one.turns) == 1 for one in rollout.episodes)
+    assert all(one.environment is None and len(one.turns) == 1 for one in rollout.extras.episodes)
     shown = tokenizer.decode(rollout.sequences.tokens[0])
     assert "What is the film?<eos> <im>assistant" in shown.replace(" What", "What")
 
@@ -240,8 +240,8 @@ def test_decoded_logprobs_of_episodes_are_those_of_a_pass(tmp_path, keys):
         with session_of(config(tmp_path, **keys, ppo__logprobs_from=way), None) as session:
             found.append(rollout_of(session))
             assert session.from_decode == (way == "decode")
-    assert found[0].episodes == found[1].episodes
-    assert any(len(one.turns) > 1 for one in found[0].episodes)
+    assert found[0].extras.episodes == found[1].extras.episodes
+    assert any(len(one.turns) > 1 for one in found[0].extras.episodes)
     for name in ("logprobs", "values"):
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), rtol=0,
                                    atol=2e-5)
@@ -265,7 +265,7 @@ def test_gae_over_turns_against_a_loop_by_hand():
     mask = torch.arange(width)[None, :] < torch.tensor([sum(row) for row in counts])[:, None]
     turns = torch.tensor(turn_numbers(turns_of(counts), width))
     for gamma, lam, lam_value in ((1.0, 0.95, None), (0.9, 0.5, 1.0)):
-        found, returns = advantages.gae(advantages.Samples(
+        found, returns = advantages.gae(advantages.AdvantageInputs(
             rewards * mask, mask, torch.arange(4), values, gamma=gamma, lam=lam,
             lam_value=lam_value, turns=turns))
         for i, row in enumerate(counts):
@@ -296,7 +296,7 @@ def test_gae_passes_over_observations_as_areal_s_does():
                 after, running = float(values[t]), delta + 0.9 * 0.8 * running
             wanted[t] = running
         places = np.flatnonzero(said)
-        found, _ = advantages.gae(advantages.Samples(
+        found, _ = advantages.gae(advantages.AdvantageInputs(
             rewards[None, places], torch.ones(1, len(places), dtype=torch.bool), torch.arange(1),
             values[None, places], gamma=0.9, lam=0.8))
         assert found[0].tolist() == pytest.approx([wanted[t] for t in places])
@@ -315,7 +315,7 @@ def test_a_whole_step_of_episodes_against_a_naive_float64_version(tmp_path, unit
         policy = copy.deepcopy(session.policy)
         policy.lm.double()
     loss, count = torch.zeros((), dtype=torch.float64), int(rollout.response_mask.sum())
-    for i, episode in enumerate(rollout.episodes):
+    for i, episode in enumerate(rollout.extras.episodes):
         sequences = rollout.sequences
         ids = sequences.tokens[i, :int(sequences.lengths[i])]
         places = sequences.actions[i][sequences.mask[i]]

@@ -91,7 +91,7 @@ def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
     plain, kept = found[0][0], found[64][0]
     torch.testing.assert_close(kept.ref_logprobs, plain.ref_logprobs, rtol=0, atol=2e-6)
     spans = kept.prompts.mask.sum(1) + kept.response_mask.sum(1) - 1
-    assert [len(state) for state in kept.frozen_states] == spans.tolist()
+    assert [len(state) for state in kept.extras.frozen_states] == spans.tolist()
     _, runs, lower = found[64]
     assert len(lower) == sum(cache is not None for cache in runs), "in decoding, and only there"
 
@@ -124,8 +124,8 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
         rollout = rollout_of(session)
         experience = experience_of(session)
         spans = experience.sequences.lengths - 1
-        assert len(experience.frozen_states) == len(experience) < len(rollout)
-        assert [len(state) for state in experience.frozen_states] == spans.tolist()
+        assert len(experience.extras.frozen_states) == len(experience) < len(rollout)
+        assert [len(state) for state in experience.extras.frozen_states] == spans.tolist()
 
 
 # A reference that shares them ---------------------------------------------------------------------

@@ -60,7 +60,8 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
         session.trained.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
         assert optimize(session, experience).updates == expected
         assert len(steps) == expected
-        assert PPOTask(session).total_updates(TrainState({}, "")) == 2 * expected
+        assert PPOTask(session).length.total_updates(
+            session.cfg, TrainState({}, "")) == 2 * expected
 
 
 def test_the_score_and_the_eos_action_are_on_the_last_valid_token(tmp_path):

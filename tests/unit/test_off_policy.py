@@ -26,7 +26,7 @@ from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.ppo.off_policy import CRITERIA, accepted, importance_weights
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import PPOState, Rollout
+from ppocli.ppo.records import PPOState, Rollout, RolloutExtras
 from ppocli.ppo.step import plan_updates, to_experience, update_of
 from ppocli.ppo.step_metrics import gap_figures
 from ppocli.sampling.sampler import DecodeSampler
@@ -116,7 +116,7 @@ def test_what_is_rejected_weighs_nothing_and_the_others_the_more(tmp_path):
     ratios = torch.tensor([[1.0, 4.0, 1.0], [1.5, 0.1, 1.0], [3.0, 1.0, 1.0]])
     rollout = hand_rollout([1.0, 3.0, 2.0], [2, 3, 1], [True, False, True])
     rollout = replace(rollout, logprobs=ratios.log() - 1.0,
-                      sampler_logprobs=torch.full((3, 3), -1.0))
+                      extras=RolloutExtras(sampler_logprobs=torch.full((3, 3), -1.0)))
     state = PPOState(kl_coef=0.0, init_kl_coef=0.0)
     with session_of(cfg) as session:
         found = to_experience(rollout, state, cfg)
@@ -129,10 +129,11 @@ def test_what_is_rejected_weighs_nothing_and_the_others_the_more(tmp_path):
         both = to_experience(rollout, state, cfg)
     # a cap that fp32 rounds down still counts
     importance = replace(cfg.ppo.importance, cap=1.3)
-    capped = replace(found, importance=found.importance.clamp(max=1.3))
+    capped = replace(found, extras=replace(
+        found.extras, importance=found.extras.importance.clamp(max=1.3)))
     assert gap_figures(rollout, capped, importance)["rollout/importance_capped"] == 3 / 6
-    assert found.counts.tolist() == [[True, False, False], [True, False, True], [False] * 3]
-    assert both.counts.tolist() == [[True, False, False], [False] * 3, [False] * 3]
+    assert found.extras.counts.tolist() == [[True, False, False], [True, False, True], [False] * 3]
+    assert both.extras.counts.tolist() == [[True, False, False], [False] * 3, [False] * 3]
     assert found.advantages[1].tolist() == [3.0, 3.0, 3.0]
     row = gap_figures(rollout, found, cfg.ppo.importance)
     far = [0, math.log(4), math.log(1.5), math.log(10), 0, math.log(3)]
@@ -159,7 +160,8 @@ def test_of_a_rollout_that_is_all_rejected_no_update_is_made(tmp_path):
         assert not plan.groups
         kept = torch.zeros_like(batch.response_mask)
         kept[3] = batch.response_mask[3]
-        plan = plan_updates(session, replace(plan.atoms, counts=kept), 1)
+        plan = plan_updates(session, replace(
+            plan.atoms, extras=replace(plan.atoms.extras, counts=kept)), 1)
         assert [3 in group.rows.tolist() for group in plan.groups] == [True] * cfg.ppo.ppo_epochs
 
 
@@ -169,7 +171,7 @@ def test_advantages_are_whitened_over_what_is_learnt_from(tmp_path):
         *_, (batch, _) = made_steps(PPOTask(session), 2)
     cfg.ppo.importance.reject = {"token_k1": 1.1}
     found = to_experience(batch, PPOState(0.0, 0.0), cfg)
-    left = found.advantages[found.counts].double()
+    left = found.advantages[found.extras.counts].double()
     assert 1 < len(left) < int(batch.response_mask.sum())
     assert left.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert left.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
@@ -204,7 +206,7 @@ def test_each_step_learns_from_what_the_policy_of_k_steps_before_said(tmp_path, 
         policies, waited = [], []
         for step, (batch, _) in enumerate(made_steps(PPOTask(session), 5)):
             policies.append(copy.deepcopy(session.policy.state_dict()))
-            waited.append(len(batch.waiting.get("waiting/logprobs", ())))
+            waited.append(len(batch.extras.waiting.get("waiting/logprobs", ())))
             other.policy.load_state_dict(policies[max(step - 2, 0)])
             wanted = rollout_of(other, 16 * step)
             assert batch.prompts.episodes == wanted.prompts.episodes == list(
@@ -214,7 +216,7 @@ def test_each_step_learns_from_what_the_policy_of_k_steps_before_said(tmp_path, 
             width = wanted.logprobs.shape[1]
             mask = wanted.response_mask
             assert torch.equal(batch.response_mask[:, :width], mask)
-            torch.testing.assert_close(batch.sampler_logprobs[:, :width] * mask,
+            torch.testing.assert_close(batch.extras.sampler_logprobs[:, :width] * mask,
                                        wanted.logprobs * mask, rtol=0, atol=2e-5)
             if kind == "gpt2":
                 lm = session.policy.lm
@@ -230,7 +232,8 @@ def test_a_larger_and_a_smaller_staleness_go_on_from_what_waits(tmp_path):
     with session_of(cfg) as session:
         task = PPOTask(session)
         for step, (batch, _) in enumerate(made_steps(task, 6)):
-            found.append((batch.prompts.episodes[0], len(batch.waiting.get("waiting/mask", ()))))
+            waiting = batch.extras.waiting.get("waiting/mask", ())
+            found.append((batch.prompts.episodes[0], len(waiting)))
             cfg.ppo.staleness = 0 if step == 0 else 1 if step == 3 else cfg.ppo.staleness
     assert found == [(0, 32), (16, 16), (32, 0), (48, 0), (64, 16), (80, 0)]
 
@@ -240,7 +243,7 @@ def test_a_larger_and_a_smaller_staleness_go_on_from_what_waits(tmp_path):
 def test_a_sampler_that_says_no_logprobs_is_refused(tmp_path, request, keys):
     engine = request.config.rootpath / "tests/outside/slow_sampler.py"
     cfg = small_config(tmp_path, rollout__engine=f"{engine}:Whole", **keys)
-    with session_of(cfg) as session, refused(ConfigError, "Whole says no logprobs"):
+    with session_of(cfg) as session, refused(ConfigError, "Whole returns no logprobs"):
         rollout_of(session)
 
 
@@ -267,10 +270,11 @@ def test_an_engine_whose_logprobs_are_others_is_corrected_or_compared_with(tmp_p
         assert_own_logprobs(session.policy.lm, trainers)
         cfg.ppo.importance.level = "token"
         found = to_experience(rollout_of(session), PPOState(0.0, 0.0), cfg)
-        torch.testing.assert_close(found.importance, math.exp(0.01) * mask, rtol=0, atol=2e-5)
+        torch.testing.assert_close(found.extras.importance, math.exp(0.01) * mask, rtol=0,
+                                   atol=2e-5)
         cfg.ppo.importance.level, cfg.ppo.old_logprobs = None, "sampler"
         samplers = rollout_of(session)
-    assert torch.equal(samplers.logprobs, trainers.sampler_logprobs)
+    assert torch.equal(samplers.logprobs, trainers.extras.sampler_logprobs)
     assert torch.equal(samplers.values, trainers.values)
     assert samplers.gap is None
 

@@ -23,8 +23,7 @@ from ppocli.config.schema_training import PPOConfig, PPOOptimizerConfig, ValueOp
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.input_checks import missing_inputs
 from ppocli.ppo.step import to_experience
-from ppocli.training.master_weights import joined, split
-from ppocli.training.optimizers import build_optimizer
+from ppocli.training.optimizers import build_optimizer, joined, split
 
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 needs_8bit = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")

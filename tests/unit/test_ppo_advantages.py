@@ -10,7 +10,15 @@ import pytest
 import torch
 from helpers import mask_of
 
-from ppocli.ppo.advantages import ESTIMATORS, Samples, gae, grpo, reinforce_pp, rloo, token_rewards
+from ppocli.ppo.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    gae,
+    grpo,
+    reinforce_pp,
+    rloo,
+    token_rewards,
+)
 
 
 def double(rows):
@@ -20,8 +28,8 @@ def double(rows):
 def samples(rewards, lengths, groups=None, values=None, **over):
     rewards = torch.as_tensor(rewards)
     groups = range(len(rewards)) if groups is None else groups
-    return Samples(rewards, mask_of(lengths, rewards.shape[1]), torch.tensor(list(groups)), values,
-                   **over)
+    return AdvantageInputs(rewards, mask_of(lengths, rewards.shape[1]),
+                           torch.tensor(list(groups)), values, **over)
 
 
 # --- rewards ---------------------------------------------------------------------------------
@@ -135,7 +143,7 @@ def test_what_follows_a_response_touches_nothing(name):
     clean = random_samples(0, [2, 3, 6, 1], [0, 0, 1, 1])
     rewards, values = clean.rewards.clone(), clean.values.clone()
     rewards[~clean.mask], values[~clean.mask] = 100.0, -50.0
-    dirty = Samples(rewards, clean.mask, clean.groups, values, 0.9, 0.8)
+    dirty = AdvantageInputs(rewards, clean.mask, clean.groups, values, 0.9, 0.8)
     for a, b in zip(ESTIMATORS[name].estimate(clean), ESTIMATORS[name].estimate(dirty),
                     strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
@@ -146,7 +154,7 @@ def test_what_follows_a_response_touches_nothing(name):
 def test_the_order_of_the_groups_changes_nothing(name):
     given = random_samples(1, [2, 3, 6, 1, 4, 5], [0, 0, 1, 1, 2, 2])
     order = torch.tensor([4, 1, 3, 0, 2, 5])
-    moved = Samples(given.rewards[order], given.mask[order], given.groups[order] + 7,
+    moved = AdvantageInputs(given.rewards[order], given.mask[order], given.groups[order] + 7,
                     given.values[order], 0.9, 0.8)
     torch.testing.assert_close(ESTIMATORS[name].estimate(moved)[0],
                                ESTIMATORS[name].estimate(given)[0][order], rtol=0, atol=1e-6)
@@ -158,7 +166,7 @@ def test_only_a_critic_has_returns_to_learn(name):
     returns = ESTIMATORS[name].estimate(given)[1]
     assert (returns is not None) == ESTIMATORS[name].needs_critic
     if not ESTIMATORS[name].needs_critic:
-        without = Samples(given.rewards, given.mask, given.groups, None, 0.9, 0.8)
+        without = AdvantageInputs(given.rewards, given.mask, given.groups, None, 0.9, 0.8)
         assert torch.equal(ESTIMATORS[name].estimate(without)[0],
                            ESTIMATORS[name].estimate(given)[0])
 

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from ppocli.config.schema_training import SchedulerConfig
-from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
-from ppocli.ppo.shaping import RunningMoments, masked_mean, moments_of, scale_scores, whiten
+from ppocli.ppo.shaping import (
+    RunningMoments,
+    adapt_kl_coef,
+    kl_per_token,
+    masked_mean,
+    whiten,
+)
 from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, uniform
 from ppocli.training.updates import lr_factor
 
@@ -73,18 +78,13 @@ def test_controller_numbers(coef, kl, horizon, samples, expected):
 
 def test_moments_merge_to_the_moments_of_all():
     xs, ys = [1.0, 2.0, 4.0], [10.0, -3.0]
-    both = moments_of(xs).merge(moments_of(ys))
+    both = RunningMoments.of(xs).merge(RunningMoments.of(ys))
     assert both.mean == pytest.approx(np.mean(xs + ys))
     assert both.std == pytest.approx(np.std(xs + ys, ddof=1))
-    assert RunningMoments().merge(moments_of(xs)) == moments_of(xs)
-    assert moments_of([3.0]).std == 1.0
-    assert moments_of([0.1] * 12).std == 1.0  # rounding errors are no spread
-    assert moments_of([]).count == 0
-
-
-def test_scale_then_clip():
-    assert scale_scores([10.0, -1.0], std=2.0, clip=3.0) == [3.0, -0.5]
-    assert scale_scores([4.0], std=2.0, mean=1.0) == [1.5]
+    assert RunningMoments().merge(RunningMoments.of(xs)) == RunningMoments.of(xs)
+    assert RunningMoments.of([3.0]).std == 1.0
+    assert RunningMoments.of([0.1] * 12).std == 1.0  # rounding errors are no spread
+    assert RunningMoments.of([]).count == 0
 
 
 def test_noise_depends_on_seed_stream_episode_and_position_only():

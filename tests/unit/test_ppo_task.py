@@ -22,7 +22,7 @@ from sessions import (
 from ppocli.config.schema import TrainConfig
 from ppocli.distributed.stop import StopFlag
 from ppocli.ppo.experience import after_pretraining, explained_variance, next_kl_coef, sequence_kl
-from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.ppo_task import PPOResume, PPOTask
 from ppocli.ppo.records import PPOState, Rollout
 from ppocli.ppo.step import plan_updates, to_experience, update_of
 from ppocli.ppo.step_metrics import optimize_figures, watch
@@ -31,7 +31,7 @@ from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, PhaseClock, TrainState
 from ppocli.training.task import OptimizeResult, StepContext, Verdict
 
-FINE = {"approx_kl": 0.0, "ratio": 1.0}
+FINE = {"approx_kl": 0.0, "ratio": 1.0, "max_log_ratio": 0.0}
 
 
 VERDICTS = [
@@ -44,14 +44,15 @@ VERDICTS = [
     ({"approx_kl": float("nan"), "ratio": 1.81}, Verdict.NONFINITE)]
 
 
-def test_the_verdict_on_an_update(tmp_path):
+def test_the_verdict_on_an_update(tmp_path, caplog):
     cfg = small_config(tmp_path, ppo__target_kl=0.02, ppo__ratio_threshold=1.8)
     with session_of(cfg) as session:
         task = PPOTask(session)
         assert [task.judge({**FINE, **terms}) for terms, _ in VERDICTS] == [
             verdict for _, verdict in VERDICTS]
-        assert task.why_skipped({"ratio": 1.8004, "max_log_ratio": 7.123}).startswith(
-            "Mean ratio 1.8004 exceeds ppo.ratio_threshold=1.8 (log-ratios of up to 7.12): ")
+        assert task.judge({**FINE, "ratio": 1.8004, "max_log_ratio": 7.123}) is Verdict.SKIP
+        assert "ratio 1.8004 exceeds ppo.ratio_threshold=1.8 (log-ratios of up to 7.12): " in (
+            caplog.records[-1].message)
         cfg.ppo.target_kl = cfg.ppo.ratio_threshold = None
         assert task.judge({"approx_kl": 50.0, "ratio": 50.0}) is Verdict.STEP
 
@@ -141,7 +142,8 @@ def test_passes_of_the_critic_alone_come_first_in_an_order_of_their_own(tmp_path
         plain = plan_updates(session, experience, 0).groups
         session.cfg.ppo.critic_epochs = 2
         groups = plan_updates(session, experience, 0).groups
-        assert PPOTask(session).total_updates(TrainState({}, "")) == 2 * len(groups)
+        assert PPOTask(session).length.total_updates(
+            session.cfg, TrainState({}, "")) == 2 * len(groups)
     assert [group.epoch for group in groups] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [group.part for group in groups] == ["critic"] * 4 + ["all"] * 4
     assert [g.rows.tolist() for g in groups[4:]] == [g.rows.tolist() for g in plain]
@@ -171,7 +173,7 @@ def test_in_pretraining_the_critic_learns_what_followed_and_the_policy_nothing(t
             given = TrainState({}, "", step=step, task={**own, "pretrained_at": at})
             plan = task.plan(given, batch)
             assert {group.part for group in plan.groups} == {part}
-            assert plan.atoms.pretrains == (part == "critic")
+            assert plan.atoms.extras.pretrains == (part == "critic")
 
 
 def test_pretraining_ends_when_the_returns_are_explained_or_the_steps_are_made(tmp_path, caplog):
@@ -220,7 +222,8 @@ def test_good_responses_are_imitated_by_the_token_however_an_update_is_cut(tmp_p
         rollout = replace(rollout, scores=scores)
         experience = to_experience(rollout, PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
         accepted = torch.arange(rollout.response_mask.shape[1]) % 3 < 2  # of tokens, by a criterion
-        experience = replace(experience, counts=experience.counts & accepted)
+        experience = replace(experience, extras=replace(
+            experience.extras, counts=experience.extras.counts & accepted))
         group, task = update_of(session, experience, torch.arange(len(rollout))), PPOTask(session)
         counted = [i for i, score in enumerate(scores) if score > 0.5 and rollout.finished[i]]
         assert 0 < len(counted) < len(rollout)
@@ -263,8 +266,11 @@ def test_the_best_evaluation_is_the_highest_finite_one():
 
 def test_what_evaluations_are_judged_by(tmp_path):
     """Not by how reward and environment are called, nor by an environment that nobody plays."""
+    def resume_of(**more: object) -> PPOResume:
+        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).resume
+
     def judged(**more: object) -> str:
-        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).eval_fingerprint()
+        return resume_of(**more).eval_fingerprint()
 
     with session_of(small_config(tmp_path)) as session:
         playing = {"env__fn": "guess_number"}
@@ -274,7 +280,7 @@ def test_what_evaluations_are_judged_by(tmp_path):
             **playing)
         different = [judged(), judged(reward__clip=1.0), judged(generation__temperature=0.5),
                      judged(**playing), judged(**playing, env__max_turns=1)]
-        earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).eval_fingerprints()
+        earlier = [resume_of(**more).earlier_fingerprints()
                    for more in ({}, playing, playing | {"env__max_turns": 1})]
         # runs that have noted it keep their best, and later ones can't have noted it
         assert [each[0] for each in earlier] == [different[0], *different[3:]]

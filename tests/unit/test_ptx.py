@@ -118,7 +118,8 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
             assert [group.kinds is None for group in plan.groups] == [True] * 2 + [False] * 4
             rows = [int(i) - 16 for group in plan.groups[2:] for i in group.rows[:5]]
             assert rows == list(range(20))
-            return [session.examples.places.index(plan.atoms.examples.places[i]) for i in rows]
+            places = plan.atoms.extras.examples.places
+            return [session.examples.places.index(places[i]) for i in rows]
 
         orders = [np.random.default_rng([0, epoch]).permutation(7).tolist() for epoch in range(6)]
         endless = [place for order in orders for place in order]
@@ -127,7 +128,7 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
         # switched off, the updates are those of a run without examples
         cfg.ppo.ptx.coef = 0.0
         off = plan_updates(session, experience, 0)
-        assert off.atoms.examples is None
+        assert off.atoms.extras.examples is None
         assert all(group.kinds is None for group in off.groups)
 
 
@@ -140,7 +141,7 @@ def test_the_stream_goes_on_behind_steps_of_another_size(tmp_path):
             session.cfg.ppo.num_rollouts = count
             some = batch.rows(list(range(count)))
             plan = task.plan(state, some)
-            found.append(plan.atoms.examples.places)
+            found.append(plan.atoms.extras.examples.places)
             result = optimize(task, plan, state, StopFlag())
             state = replace(state, step=state.step + 1, episodes=state.episodes + count,
                             task=task.finish(state, some, plan, result).state)

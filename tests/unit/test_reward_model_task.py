@@ -64,7 +64,7 @@ def train(task: RewardModelTask, updates: int) -> None:
 
 def saved(task: RewardModelTask, folder: Path) -> Path:
     task.closing()
-    task.write_model(folder, None)
+    task.saved.write(folder)
     return folder
 
 

@@ -1,18 +1,20 @@
 """From raw scores to what lands on the tokens, by hand-worked numbers."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers import jsonl
 from runs import words
 from sessions import hand_rollout as rollout_of
 
 from ppocli.config.schema import RewardConfig, TrainConfig
-from ppocli.ppo.experience import shaped_scores, update_moments
-from ppocli.ppo.records import PPOState, Rollout
+from ppocli.ppo.experience import penalties_of, shaped_scores, update_moments
+from ppocli.ppo.records import PPOState, Rollout, RolloutExtras
 from ppocli.ppo.shaping import RunningMoments, overlong_penalties
 from ppocli.ppo.step import to_experience
-from ppocli.ppo.step_metrics import penalty_figures, rollout_samples
+from ppocli.ppo.step_metrics import rollout_samples
 from ppocli.runs.episode import Episode
 
 STATE = PPOState(kl_coef=0.0, init_kl_coef=0.0)
@@ -61,7 +63,7 @@ def test_scores_after_shaping(reward, expected):
 def test_an_episode_is_as_long_as_what_was_said_and_observed():
     rows = THREE.sequences
     episodes = replace(THREE, sequences=replace(rows, lengths=rows.lengths + 2),
-                       episodes=[Episode("", (), "done")] * 3)
+                       extras=RolloutExtras(episodes=[Episode("", (), "done")] * 3))
     assert shaped(episodes, overlong_buffer=6) == pytest.approx([1.0, 1.0, 2.0])
 
 
@@ -85,8 +87,9 @@ def test_a_penalty_replaces_all_of_a_dense_reward(reward, expected):
 
 def test_the_soft_overlong_punishment_of_the_paper():
     """arXiv:2503.14476, eq. 13, with its L_max 20480 and L_cache 4096 (the sign turned)."""
-    found = overlong_penalties([1, 16384, 17408, 18432, 20480, 30000], longest=20480, buffer=4096)
-    assert found == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    lengths = torch.tensor([1, 16384, 17408, 18432, 20480, 30000])
+    amounts = overlong_penalties(lengths, longest=20480, buffer=4096)
+    assert amounts.tolist() == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
 
 
 def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
@@ -143,9 +146,9 @@ def test_whitened_rewards_keep_their_mean():
 
 def test_penalties_and_rewards_are_told_apart():
     cfg = cfg_of(missing_eos_penalty=0.5, overlong_buffer=4)
-    assert penalty_figures(THREE, cfg) == pytest.approx(
-        {"reward/penalty/missing_eos": 0.5 / 3, "reward/penalty/overlong": 0.5})
-    assert penalty_figures(THREE, cfg_of()) == {}
+    assert penalties_of(THREE, cfg)["missing_eos"].tolist() == pytest.approx(
+        [math.nan, math.nan, 0.5], nan_ok=True)
+    assert penalties_of(THREE, cfg_of()) == {}
     several = replace(THREE, parts={"a": [1.0, 1.0, 1.0], "b": [None, 1.0, 2.0]})
     rows = rollout_samples(several, 3, cfg)
     assert rows[0]["penalties"] == {"missing_eos": None, "overlong": 0.0}

@@ -347,7 +347,7 @@ def test_evaluations_under_other_weights_of_a_reward_model_are_not_comparable(tm
         "model": str(gpt2_rm(tmp_path / "judge"))}), set()
     for _ in range(2):
         with session_of(cfg, reward=None) as session:
-            found.add(PPOTask(session).eval_fingerprint())
+            found.add(PPOTask(session).resume.eval_fingerprint())
             model = session.reward.parts[0].call.model
             model.score.weight.mul_(2.0)
             model.save_pretrained(tmp_path / "judge")

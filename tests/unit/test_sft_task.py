@@ -18,6 +18,7 @@ from ppocli.supervised.sft_task import SFTTask
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
+from ppocli.training.task import RunLength
 
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
     ("the film was", " very good ."), ("i saw", " a dull film and hated it ."), ("it", " is fine"),
@@ -232,6 +233,7 @@ def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
     with sft_of(tmp_path) as task:
         def places(samples: range) -> list[int]:
             task.cfg.sft.mini_batch_size = len(samples)
+            task.length = RunLength.of(task.cfg, task.examples)
             state = replace(initial_state(task), episodes=samples.start)
             return task.collect(state, idle_context())
 

@@ -91,8 +91,9 @@ def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path):
 def test_what_the_reference_says_is_decoded_here(tmp_path):
     with one_server(tmp_path) as (session, engine):
         disturb(session)
-        prompts = session.next_prompts(0, 4)
-        with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
+        prompts = session.share_of_prompts(0, 4)[0]
+        with session.sampler.acting(session.policy) as policy, session.reference.view(
+                policy.lm) as lm:
             before = engine.asked[GENERATE]
             list(session.sampler.sample(prompts, session.sampling, ROLLOUT, GenerationModel(
                 lm, reference=True), StopFlag(), at_once=4, chunk=4))

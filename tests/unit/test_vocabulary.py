@@ -184,7 +184,7 @@ def test_servers_sample_the_same_distribution(tmp_path):
         rollout = rollout_of(session)
         assert max(map(max, result.action_ids)) < IDS
         # their logprobs beside our own: ratios are of the same distribution
-        assert float((rollout.sampler_logprobs - rollout.logprobs).abs().max()) < 1e-3
+        assert float((rollout.extras.sampler_logprobs - rollout.logprobs).abs().max()) < 1e-3
 
 
 def test_a_server_that_samples_ids_without_a_token_is_refused(tmp_path):

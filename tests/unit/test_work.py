@@ -284,8 +284,10 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         experience = to_experience(rollout, state, session.cfg)
         optimize(session, experience)  # the optimizer's state is made
         updating = peak_of(lambda: optimize(session, experience))
-        chunk, = generate_chunks(session, session.context(), session.next_prompts(0, 16), 16)
-        scoring = peak_of(lambda: measure_chunk(session, session.context(), chunk, forward=True))
+        chunk, = generate_chunks(session, session.context(), session.policy, session.sampling,
+                                 *session.share_of_prompts(0, 16))
+        scoring = peak_of(lambda: measure_chunk(
+            session, session.context(), session.policy, chunk, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
     logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass
     assert logits > 2**20
