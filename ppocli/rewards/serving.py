@@ -118,7 +118,7 @@ class RewardServer:
                 async with self._turn:
                     # a daemon: a reward that hangs must not keep the process from ending
                     scores, count = await asyncio.wrap_future(in_daemon(
-                        partial(self._scores, request.url.path, body), "reward"))
+                        partial(self._scores, request.scope["path"], body), "reward"))
             finally:
                 self.waiting -= 1
         self.requests, self.samples = self.requests + 1, self.samples + count
@@ -185,18 +185,23 @@ class RewardServer:
             text = f"POST samples to {', '.join(self.rewards)}; {HEALTH} shows this server's state"
         # requests that only look whether a server answers aren't worth a warning
         log.log(logging.WARNING if request.method == "POST" else logging.DEBUG,
-                "%s %s: %d %s", request.method, request.url.path, status, text)
+                "%s %s: %d %s", request.method, request.scope["path"], status, text)
         # the body may be unread, so that the connection can't be used again
         return JSONResponse({"error": text}, status, {
             "Connection": "close", **({"Retry-After": "1"} if status == 503 else {})})
 
 
 async def _read_body(request: Request, length: int) -> bytes:
+    body = bytearray()
     try:
         async with asyncio.timeout(IDLE + length / SLOWEST):
-            return await request.body()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > length:  # in chunks, of which Content-Length says nothing
+                    raise HTTPException(413, f"the body has more than {length} bytes")
     except TimeoutError:
         raise HTTPException(408, "the body took too long to arrive") from None
+    return bytes(body)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

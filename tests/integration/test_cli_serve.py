@@ -17,6 +17,8 @@ from helpers import stable_rows
 from runs import spawn, wait_for, words
 from warm import Process
 
+from ppocli.config import extras
+
 LENGTH = ["reward.fn=length", "reward.kwargs.target=3"]
 
 
@@ -106,6 +108,13 @@ def test_what_is_wrong_is_told_before_anything_listens(given, code, said, app):
     ended = app("serve-reward", "--port", 0, *given, code=code)
     assert said in ended.err
     assert ended.out == ""
+
+
+def test_without_the_extra_the_message_has_the_pip_line(app, monkeypatch):
+    monkeypatch.setattr(extras, "installed", lambda library: library != "uvicorn")
+    ended = app("serve-reward", *LENGTH, code=3)
+    assert "ppocli serve-reward needs uvicorn" in ended.err
+    assert "pip install 'ppocli[serve]'" in ended.err
 
 
 def test_an_open_server_is_warned_of_and_a_taken_port_is_told(tmp_path, app):

@@ -234,6 +234,13 @@ def test_bodies_wait_for_memory_which_is_returned(monkeypatch):
         assert returned.wait(20)
 
 
+def test_a_body_in_chunks_is_no_larger_than_it_says():
+    head = (b"POST /score HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Length: 5\r\n\r\n")
+    with serving(ones) as address, opened(address, head + b"9\r\n" + b"x" * 9) as connection:
+        assert status_of(connection) in (400, 413)
+
+
 def test_a_length_that_is_no_number_of_bytes_is_too_large():
     head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
     with serving(ones) as address, opened(address, head) as connection:
