@@ -299,6 +299,7 @@ def resumed_run(words: Words) -> Path | None:
     resume_policy.settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
     groups = [setting.key for setting in words.settings
               if setting.key in (*config_groups(), "recipe")]
+    groups += ["--config-name"] * (words.flag("--config-name") is not None)
     if groups:
         raise ConfigError(f"{', '.join(groups)} can't be chosen when a run is resumed: its own "
                           "config.yaml is the base", where=COMMAND_LINE,
