@@ -148,6 +148,21 @@ def test_a_chatml_turn_is_trained_on_through_im_end_as_transformers_marks_it(mar
         assert not any(own["assistant_masks"][size:])
 
 
+CALLS = MARKED.replace("ENDMARK", "{% endgeneration %}{% if m.tool_calls %}{% generation %} so ?"
+                       "{% endgeneration %}{% endif %} </s>")
+CALL_TURN = {"role": "assistant", "content": "very bad", "tool_calls": [{"type": "function"}]}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_no_earlier_turn_stands_in_for_one_without_marks(split):
+    bare = CALLS.replace("{% generation %} so", " so").replace("?{% endgeneration %}", "?")
+    talk = [*TALK[:3], CALL_TURN | {"content": ""}]
+    row = {"prompt": talk[:3], "completion": talk[3:]} if split else {"messages": talk}
+    with pytest.raises(InputError, match="marks nothing as generated in what item 1 of"):
+        load([row], words(chat=bare.replace("%} {{ m.content", "%}{{ m.content")),
+             train_on="completion")
+
+
 def test_a_conversation_after_a_prompt_is_trained_on_and_its_prompt_is_the_one_ppo_sees():
     tokenizer = words(front=True, chat=CHATML)
     rows = [{"prompt": TALK[:1], "completion": TALK[1:]}, {"prompt": TALK[:3],
@@ -168,6 +183,19 @@ def test_a_template_that_turns_cannot_be_followed_in(template, says):
     with pytest.raises(InputError, match=says) as caught:
         load([{"messages": TALK}], words(chat=template))
     assert "item 1 of data.items" in str(caught.value)
+
+
+def test_a_conversation_that_the_assistant_begins_needs_a_template_with_marks():
+    rows = [{"messages": turns("good", "so ?", "very bad", first="assistant")}]
+    with pytest.raises(InputError, match="begins with the assistant") as caught:
+        load(rows, words(chat=CHATML))
+    assert caught.value.where == "item 1 of data.items"
+    for template, train_on, says in (
+            (MARKS, "auto", "[good </s>]user : so ? </s> assistant :[very bad </s>]"),
+            (CHATML, "completion", " good </s> user : so ? </s> assistant :[very bad </s>]")):
+        tokenizer = words(chat=template)
+        data = load(rows, tokenizer, train_on=train_on)
+        assert shown(data, tokenizer) == f"<s> assistant :{says}"
 
 
 def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_response():
@@ -228,6 +256,20 @@ def test_there_must_be_what_is_to_be_trained_on(row, train_on):
     with pytest.raises(ConfigError, match=r"tem 1 of data\.items") as caught:
         load([row], words(), train_on=train_on)
     assert caught.value.where == f"data.train_on={train_on}"
+
+
+def test_a_conversation_cut_before_its_last_answer_has_no_prompt_to_be_answered():
+    tokenizer = words(chat=CHATML)
+    lengths = {}
+    for most in (12, 18, 19):  # within the second question, before its last token, behind it
+        data = load([{"messages": TALK}], tokenizer, max_length=most)
+        assert shown(data, tokenizer).startswith(f"{FIRST}[good </s>]")
+        lengths[most] = len(data.prompt_tokens(0))
+        assert bool(data.prompts[0]) == bool(lengths[most])
+    assert lengths == {12: 0, 18: 0, 19: 19}
+    row = {"prompt": "the film was very", "completion": "good"}
+    assert [load([row], words(), encoder=True, max_length=most).prompts for most in (3, 8)] == [
+        [""], ["the film was very"]]
 
 
 def test_long_examples_are_cut_and_long_pairs_left_out():
