@@ -9,8 +9,7 @@ from typing import Any
 from ppocli.config.text import counted, cut, nearest, pasted, suggestion
 from ppocli.data.arrow_rows import without_nulls
 from ppocli.data.files import Row
-from ppocli.data.json_shapes import is_conversation
-from ppocli.data.shapes import Shapes, with_prompt
+from ppocli.data.shapes import Shapes, is_conversation, with_prompt
 from ppocli.data.sources import Source
 from ppocli.data.tool_calls import names_of, with_arguments
 from ppocli.errors import ConfigError, InputError
@@ -115,8 +114,7 @@ def metadata(rows: Sequence[Row], spec: Source) -> dict[str, list[Any]]:
                              f"are {', '.join(present)}. {suggestion(name, present)}".rstrip(),
                              where=f"{spec.key}.columns={names}",
                              fix=f"take it out of {spec.key}.columns")
-    cells = [row.values if row.typed is None else row.typed for row in rows]
-    return {name: [values.get(name) for values in cells] for name in names}
+    return {name: [row.values.get(name) for row in rows] for name in names}
 
 
 def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokenizer: Any

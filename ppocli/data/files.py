@@ -13,17 +13,16 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ppocli.config.text import first_line
 from ppocli.data.arrow_rows import batch_rows
-from ppocli.data.json_shapes import object_rows
 from ppocli.errors import InputError
 
-MAX_LINE_BYTES = 16 * 2**20
-MAX_JSON_BYTES = 2**30
+MAX_CELL = 16 * 2**20
+"""characters of a csv cell"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +33,6 @@ class Row:
     """where it came from, as in ``line 3 of prompts.jsonl``"""
     values: dict[str, Any]
     """cells by column name"""
-    typed: dict[str, Any] | None = None
-    """the cells for rewards, if they differ: of a csv file, whose ``values`` are the texts in the
-    file"""
 
 
 def holds_rows(path: Path) -> bool:
@@ -49,8 +45,7 @@ def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
 
     Args:
         path: an existing file; the suffix chooses the reader. A ``.json`` file may hold a list of
-            objects or texts, one object of rows or columns, or JSON lines. A ``.txt`` file holds
-            one prompt per line.
+            objects or texts, one object, or JSON lines. A ``.txt`` file holds one prompt per line.
         column: the column of a bare text (a line of a txt file, a text in a JSON list).
         noun: the content, for errors: ``prompt`` or ``data``.
 
@@ -76,53 +71,26 @@ def _malformed(path: Path, place: str, problem: str, fix: str | None = None) -> 
 
 def _decode(path: Path, raw: bytes, first_line: int) -> str:
     try:
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        byte = f"byte 0x{raw[error.start]:02x} at byte {column} of the line"
-        _malformed(path, f"Line {line}", f"is not UTF-8: {byte}", _recode(path))
-    if (at := text.find("\0")) >= 0:
-        utf16 = "UTF-16" in (fix := _recode(path))
-        _malformed(path, f"Line {first_line + text.count(chr(10), 0, at)}", "holds a NUL byte: "
-                   f"this is {'UTF-16' if utf16 else 'not a text file'}", fix if utf16 else None)
-    return text
+        _malformed(path, f"Line {line}", f"is not UTF-8: byte 0x{raw[error.start]:02x} at byte "
+                   f"{column} of the line", "save the file as UTF-8; for one from Windows: iconv "
+                   f"-f CP1252 -t UTF-8 {shlex.quote(str(path))} > utf8{path.suffix}")
 
 
-def _recode(path: Path) -> str:
-    """The command that converts a text file to UTF-8; its first bytes tell the encoding."""
-    with path.open("rb") as file:
-        head = file.read(2**20)
-    marks = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
-             b"\xfe\xff": "UTF-16"}
-    # without a byte order mark: in UTF-16, every second byte of Latin letters is zero
-    encoding = next((name for mark, name in marks.items() if head.startswith(mark)), None) or (
-        "UTF-16LE" if 2 * head[1::2].count(0) > len(head[1::2])
-        else "UTF-16BE" if 2 * head[::2].count(0) > len(head[::2])
-        # CP1252 is ISO-8859-1 with characters at 0x80 to 0x9f, except at these five
-        else "ISO-8859-1" if any(byte in head for byte in b"\x81\x8d\x8f\x90\x9d") else "CP1252")
-    likely = f" if it is {encoding}, as files from Windows are" if encoding == "CP1252" else ""
-    return (f"save the file as UTF-8{likely}: iconv -f {encoding} -t UTF-8 "
-            f"{shlex.quote(str(path))} > utf8{path.suffix}")
-
-
-def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Line numbers, and lines with their ends. Only a line feed ends a line, unlike
     ``splitlines``."""
     with path.open("rb") as file:
-        number = 0
-        while raw := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(raw) > MAX_LINE_BYTES:
-                _malformed(path, f"Line {number}", f"is longer than {MAX_LINE_BYTES >> 20} MiB",
-                           f"one {noun} is one line; is this a text file?")
-            if number == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
-            yield number, _decode(path, raw, number)
+        for number, raw in enumerate(file, start=1):
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            yield number, _decode(path, line, number)
 
 
 def _read_txt(path: Path, column: str, noun: str) -> Iterator[Row]:
-    for number, line in _lines(path, noun):
+    for number, line in _lines(path):
         text = line.removesuffix("\n").removesuffix("\r")
         yield Row(f"line {number} of {path.name}", {column: text})
 
@@ -147,28 +115,22 @@ def _json_row(path: Path, place: str, value: Any, column: str) -> Row:
 
 
 def _read_jsonl(path: Path, column: str, noun: str) -> Iterator[Row]:
-    first = next((line for _, line in _lines(path, noun) if line.strip()), "")
+    first = next((line for _, line in _lines(path) if line.strip()), "")
     if first.lstrip().startswith("["):
         yield from _read_json(path, column, noun)  # a list under the wrong suffix
     else:
-        yield from _json_lines(path, column, noun)
+        yield from _json_lines(path, column)
 
 
-def _json_lines(path: Path, column: str, noun: str) -> Iterator[Row]:
-    lines = ((number, line) for number, line in _lines(path, noun) if line.strip())
-    head = list(itertools.islice(lines, 2))
-    for number, line in itertools.chain(head, lines):
-        value = _parsed(path, line.rstrip(), number,
-                        f'each line is one object, like {{"{column}": "..."}}')
-        whole = _object_rows(path, value, column) if len(head) == 1 else None
-        yield from whole or [_json_row(path, f"line {number}", value, column)]
+def _json_lines(path: Path, column: str) -> Iterator[Row]:
+    for number, line in _lines(path):
+        if line.strip():
+            value = _parsed(path, line.rstrip(), number,
+                            f'each line is one object, like {{"{column}": "..."}}')
+            yield _json_row(path, f"line {number}", value, column)
 
 
 def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise InputError(f"{noun.capitalize()} file {path.name} is larger than "
-                         f"{MAX_JSON_BYTES >> 30} GiB.", where=str(path),
-                         fix="a file this size is read as .jsonl or .parquet")
     text = _decode(path, path.read_bytes().removeprefix(b"\xef\xbb\xbf"), 1)
     if not text.strip():
         return
@@ -177,31 +139,14 @@ def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
     except InputError as error:
         if ": Extra data (" not in error.what:
             raise
-        yield from _json_lines(path, column, noun)  # under the wrong suffix, which is common
+        yield from _json_lines(path, column)  # under the wrong suffix, which is common
         return
-    if isinstance(content, dict):
-        yield from (_object_rows(path, content, column)
-                    or [_json_row(path, "row 1", content, column)])
-        return
-    if not isinstance(content, list):
+    rows = [content] if isinstance(content, dict) else content
+    if not isinstance(rows, list):
         raise InputError(f"{path.name} holds a JSON {type(content).__name__}, not a list of rows.",
                          where=str(path), fix=f'it should look like [{{"{column}": "..."}}, ...]')
-    for number, value in enumerate(content, start=1):
+    for number, value in enumerate(rows, start=1):
         yield _json_row(path, f"row {number}", value, column)
-
-
-def _object_rows(path: Path, value: Any, column: str) -> list[Row] | None:
-    """The rows in a JSON object; None if it is one row itself."""
-    try:
-        rows = object_rows(value, column) if isinstance(value, dict) else None
-    except ValueError as error:
-        key = str(error).partition(", ")[0]
-        raise InputError(f"{path.name} is an object with several lists of rows: {error}.",
-                         where=str(path), fix="write the one to read to a file of its own: "
-                         f"jq {shlex.quote(f'.[{json.dumps(key)}]')} {shlex.quote(str(path))} "
-                         f"> {shlex.quote(key)}.json") from error
-    return None if rows is None else [
-        _json_row(path, f"row {number}", row, column) for number, row in enumerate(rows, start=1)]
 
 
 def _check_names(path: Path, place: str, names: list[str]) -> None:
@@ -212,14 +157,18 @@ def _check_names(path: Path, place: str, names: list[str]) -> None:
 
 def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
     """Columns without a name (such as the index that pandas writes) are left out. Cells are texts;
-    for prompts, ``Row.typed`` has the types that `datasets` infers from whole columns."""
-    rows = _csv_rows(path, noun)
-    if noun != "prompt":
-        yield from rows
-        return
-    texts = list(rows)
-    for row, cells in zip(texts, _typed([row.values for row in texts]), strict=True):
-        yield replace(row, typed=cells)
+    for prompts, columns but ``column`` and those of texts to learn from have the types that
+    `datasets` infers from whole columns."""
+    rows = list(_csv_rows(path))
+    typed = _typed([row.values for row in rows]) if noun == "prompt" else []
+    for row, cells in zip(rows, typed, strict=False):
+        row.values.update((name, cell) for name, cell in cells.items()
+                          if name not in (column, *_TEXT_COLUMNS))
+    yield from rows
+
+
+_TEXT_COLUMNS = ("prompt", "completion", "text", "chosen", "rejected", "instruction", "input",
+                 "output", "system")
 
 
 def _typed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,16 +187,12 @@ def _typed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{str(name): cell for name, cell in row.items()} for row in cells.to_dict("records")]
 
 
-def _csv_rows(path: Path, noun: str) -> Iterator[Row]:
-    lines = (line for _, line in _lines(path, noun))
+def _csv_rows(path: Path) -> Iterator[Row]:
+    lines = (line for _, line in _lines(path))
     head = next(lines, "")
-    named = _SEPARATOR.fullmatch(head.rstrip("\r\n"))
-    if named:  # Excel's own first line
-        head = next(lines, "")
-    delimiter = named["mark"] if named else _delimiter(path, head)
-    previous_limit = csv.field_size_limit(MAX_LINE_BYTES)
+    delimiter = _delimiter(path, head)
+    previous_limit = csv.field_size_limit(MAX_CELL)
     reader = csv.reader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
-    skipped = 1 if named else 0
     try:
         if (header := next(reader, None)) is None:
             return
@@ -255,7 +200,7 @@ def _csv_rows(path: Path, noun: str) -> Iterator[Row]:
         _check_names(path, "The header", names)
         line = reader.line_num
         for cells in reader:
-            first_line, line = line + 1 + skipped, reader.line_num
+            first_line, line = line + 1, reader.line_num
             if not cells:
                 continue
             if len(cells) != len(names):
@@ -265,12 +210,9 @@ def _csv_rows(path: Path, noun: str) -> Iterator[Row]:
             values = {name: cell for name, cell in zip(names, cells, strict=True) if name}
             yield Row(f"line {first_line} of {path.name}", values)
     except csv.Error as error:
-        _malformed(path, f"Line {reader.line_num + skipped}", f"is not valid CSV: {error}")
+        _malformed(path, f"Line {reader.line_num}", f"is not valid CSV: {error}")
     finally:
         csv.field_size_limit(previous_limit)
-
-
-_SEPARATOR = re.compile(r'"?sep=(?P<mark>[^"])"?', re.IGNORECASE)
 
 
 def _delimiter(path: Path, head: str) -> str:

@@ -217,6 +217,13 @@ def listed(cell: Any) -> Any:
     return cell.tolist() if hasattr(cell, "tolist") else cell
 
 
+def is_conversation(cell: Any) -> bool:
+    """Whether a cell is a list of messages with a role each (``from`` in ShareGPT's form)."""
+    return isinstance(cell, list) and bool(cell) and all(
+        isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str)
+        for one in cell)
+
+
 def is_blank(cell: Any) -> bool:
     """Whether a prompt is an empty list or a text without visible characters; null isn't blank."""
     cell = listed(cell)

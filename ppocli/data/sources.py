@@ -15,9 +15,8 @@ from ppocli.config import schema
 from ppocli.config.row_paths import row_paths
 from ppocli.config.text import nearest
 from ppocli.data.arrow_rows import batch_rows, dataset_rows, without_nulls
-from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
-from ppocli.data.folders import folder_rows, matching_rows, note_ignored
-from ppocli.data.remote_files import hub_rows, url_rows
+from ppocli.data.dataset_rows import folder_rows, hub_rows, url_rows
+from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, holds_rows, read_file
 from ppocli.errors import ConfigError, InputError
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
@@ -147,14 +146,18 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
         return hub_rows(spec, spec.path)
     path = (resolve_builtin(spec.path) if spec.path.startswith(BUILTIN_PREFIX)
             else Path(spec.path).expanduser())
-    if not path.exists() and glob.has_magic(str(path)):
-        return matching_rows(path, spec, notes)
-    if not path.exists():
-        _missing(path, spec)
     if path.is_dir():
-        return folder_rows(path, spec, notes)
-    note_ignored(path, spec, notes, name=True, split=True)
-    return read_file(path, spec.column, spec.noun)
+        return folder_rows(path, spec)
+    files = [path] if path.exists() else [Path(name) for name in sorted(
+        glob.glob(str(path), recursive=True)) if holds_rows(Path(name))]
+    if not files:
+        _missing(path, spec)
+    if spec.name is not None:
+        notes.append(f"{path.name} has no configurations: {spec.key}.name={spec.name} was ignored")
+    if spec.split_is_set:
+        notes.append(f"{path.name} has no splits: {spec.key}.split={spec.split} was ignored and "
+                     "all its rows were used")
+    return (row for file in files for row in read_file(file, spec.column, spec.noun))
 
 
 def names_hub_dataset(path: str) -> bool:
@@ -166,6 +169,10 @@ def names_hub_dataset(path: str) -> bool:
 
 def _missing(path: Path, spec: Source) -> NoReturn:
     parent = path.parent
+    if glob.has_magic(str(path)):
+        raise InputError(f"No {SUFFIX_WORDS} file matches {path} (looked in {Path.cwd()}).",
+                         where=spec.where, fix="quote the pattern, so that the shell leaves it as "
+                         f"it is, as in '{spec.path_key}=data/*.jsonl'; ** stands for any folders")
     if not parent.is_dir():
         raise InputError(f"{spec.noun.capitalize()} file {path} does not exist: there is no "
                          f"folder {parent} (looked in {Path.cwd()}).", where=spec.where)

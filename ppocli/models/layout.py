@@ -165,9 +165,10 @@ class SequenceBatch:
         if self.packing is not None:
             values["packing"] = Packing(*self.packing[:2], *(
                 to_device(index, device) for index in self.packing[2:]))
-        return SequenceBatch(**{name: to_device(value, device)
-                                if isinstance(value, torch.Tensor) else value
-                                for name, value in values.items()})
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = to_device(value, device)
+        return SequenceBatch(**values)
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,9 +238,9 @@ def placeholder_mask(device: torch.device, packing: Packing | None = None) -> to
 
 
 class _MoveRows(torch.autograd.Function):
-    """[n, D] rows to [m, D]: row ``index[i]`` becomes row i, rows ``padding`` become zeros. ``back``
-    and ``back_padding`` are the opposite move, so that the gradient is gathered too, not scattered.
-    """
+    """[n, D] rows to [m, D]: row ``index[i]`` becomes row i, rows ``padding`` become zeros.
+    ``back`` and ``back_padding`` are the opposite move, so that the gradient is gathered too, not
+    scattered."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, padding: torch.Tensor,

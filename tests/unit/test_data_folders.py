@@ -9,7 +9,7 @@ import re
 import datasets
 import pytest
 from helpers import checked, ppocli, refused, running, write_jsonl
-from test_data_formats import NESTED, ROWS, load, rows_of, store
+from test_data_formats import NESTED, load, rows_of, store
 from test_data_hub import closed_port, run_python
 from test_examples import data_config
 
@@ -17,6 +17,8 @@ from ppocli.config.config_yaml import with_absolute_paths
 from ppocli.data.examples import read_examples
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import ConfigError, InputError
+
+ROWS = [{"prompt": "it is", "label": 1}, {"prompt": "so good", "label": 0}]
 
 
 class QuietFiles(http.server.SimpleHTTPRequestHandler):
@@ -58,7 +60,7 @@ def test_a_readme_lists_configurations_and_splits(tmp_path, name, split):
     assert len(rows) == {("main", "train"): 4, ("main", "test+train"): 6}.get((name, split), 2)
     (folder / "main" / "train-0.jsonl").write_text('{"prompt": "it"}\n{"prompt": \n')
     if (name, split) == ("main", "train"):
-        with pytest.raises(InputError, match=r"Line 2 of train-0\.jsonl is not valid JSON"):
+        with pytest.raises(InputError, match=r"gsm' cannot be loaded: .*JSON"):
             rows_of(folder, name=name)
 
 
@@ -69,16 +71,12 @@ def test_configurations_are_never_mixed(tmp_path, key, wants):
     def read(**keys):
         return load(folder, **keys) if wants is None else read_examples(
             data_config(path=str(folder), **keys), wants=wants)
-    with pytest.raises(InputError, match="has several configurations: main, socratic") as caught:
-        read()
-    assert caught.value.fix == f"name one: {key}.name=main"
-    with pytest.raises(InputError, match=r"no configuration 'socratc'; it has main, soc") as caught:
-        read(name="socratc")
-    assert caught.value.fix == f"name one: {key}.name=socratic"
-    assert caught.value.where == f"{key}.name=socratc"
-    with pytest.raises(InputError, match=r"no split 'tset' .* it has train, test") as caught:
+    for wrong, right in (("socratc", "socratic"), (None, "main")):
+        with pytest.raises(InputError, match=r"configuration.* main, socratic") as caught:
+            read(name=wrong)
+        assert caught.value.fix == f"name one: {key}.name={right}"
+    with pytest.raises(InputError, match="tset"):
         read(name="main", split="tset")
-    assert caught.value.fix == f"{key}.split=test"
 
 
 @pytest.mark.parametrize("lines", [
@@ -100,9 +98,6 @@ def test_a_configuration_may_be_a_saved_data_set(tmp_path):
         datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": [name]})}
                              ).save_to_disk(tmp_path / "set" / name)
     assert rows_of(tmp_path / "set", name="socratic") == [{"prompt": "socratic"}]
-    with pytest.raises(InputError, match="saved data sets: main, socratic") as caught:
-        rows_of(tmp_path / "set")
-    assert caught.value.fix == "name one: prompts.name=main"
 
 
 # Patterns and addresses ---------------------------------------------------------------------------
@@ -168,27 +163,23 @@ def test_addresses_are_downloaded_as_datasets_does(tmp_path):
                 for number, row in enumerate(ROWS, start=1)])
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
         done = run_python(
-            URLS, tmp_path, f"{(tmp_path / 'www').as_uri()}/my*.jsonl",
+            URLS, tmp_path, f"{(tmp_path / 'www').as_uri()}/my rows.jsonl",
             f"{(tmp_path / 'www').as_uri()}/bad.jsonl", f"{url}/my%20rows.jsonl?download=true",
-            f"{url}/none.jsonl", f"{url}/rows", "https://huggingface.co/datasets/openai/gsm8k",
-            "https://huggingface.co/datasets/openai/gsm8k/blob/main/rows.jsonl",
-            "hf://datasets/openai/gsm8k/rows.jsonl", HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+            f"{url}/none.jsonl", f"{url}/rows", "hf://datasets/openai/gsm8k/rows.jsonl",
+            HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
     assert done.returncode == 0, done.stderr
-    rows, bad, over_http, none, rest, page, blob, hub = re.split(r"\n(?=\S)", done.stdout.rstrip())
+    rows, bad, over_http, none, rest, remote = re.split(r"\n(?=\S)", done.stdout.rstrip())
     assert rows == read
     assert bad.startswith("Line 2 of bad.jsonl is not valid JSON")
     assert f"where: prompts.path={(tmp_path / 'www').as_uri()}/bad.jsonl" in bad
     if importlib.util.find_spec("aiohttp"):
         assert over_http == read
     else:
-        assert "fix:   pip install aiohttp requests; or curl -L -o 'my rows.jsonl'" in over_http
+        assert "fix:   pip install aiohttp requests; or download" in over_http
         assert over_http.endswith("then 'prompts.path=my rows.jsonl'")
     assert none.startswith(f"{url}/none.jsonl cannot be downloaded: ")
-    assert none.endswith(f"curl -L -o none.jsonl {url}/none.jsonl, then prompts.path=none.jsonl")
     assert "doesn't end in .json, .jsonl" in rest
-    assert page.endswith("fix:   prompts.path=openai/gsm8k")
-    assert blob.endswith("/datasets/openai/gsm8k/resolve/main/rows.jsonl")
-    assert "cannot be downloaded: the Hub cannot be reached." in hub
+    assert "cannot be downloaded: the Hub cannot be reached." in remote
 
 
 # Through the command ------------------------------------------------------------------------------
@@ -222,7 +213,7 @@ def test_commands_read_what_the_library_reads(tmp_path):
         done = ppocli("validate", "model=reviews", f"{key}.path=gsm", *more, cwd=tmp_path, code=3)
         assert "has several configurations: main, socratic" in done.stderr
         assert f"name one: {key}.name=main" in done.stderr
-    (tmp_path / "p.csv").write_text("sep=;\nprompt;label;id\nthe film;1;007\na film;0;008\n")
+    (tmp_path / "p.csv").write_text("prompt;label;id\nthe film;1;007\na film;0;008\n")
     (tmp_path / "r.py").write_text(REWARD)
     ppocli("train", "model=reviews", "prompts.path=p.csv", "reward.fn=r.py:score",
            "ppo.num_steps=1", "ppo.num_rollouts=2", "ppo.mini_batch_size=2", cwd=tmp_path, code=0)
