@@ -141,7 +141,7 @@ ENGINE = (
            (f"{TASK}::test_a_sample_depends_on_its_episode_not_on_its_row",)),
     # on a device
     Mutant("ended_rows_move_on", "ppocli/sampling/decode_state.py",
-           "self.positions[:, -1:] + (~self.done)[:, None]", "self.positions[:, -1:] + 1",
+           "live.positions[:, -1:] + (~live.done)[:, None]", "live.positions[:, -1:] + 1",
            ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
             "position_that_the_model_lacks",)),
     Mutant("waits_for_every_token", "ppocli/sampling/decoding.py",

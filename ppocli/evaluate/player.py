@@ -25,10 +25,16 @@ from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling import decoding, sampler
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
+from ppocli.sampling.prompting import (
+    BATCH,
+    Answer,
+    Servers,
+    answer_prompts,
+    check_lengths,
+    prompt_ids,
+)
 from ppocli.sampling.token_choice import SAMPLING_KEYS
-from ppocli.sampling.vllm.vllm_sampler import VllmSampler
-from ppocli.training.build_models import sampling_specs
+from ppocli.training.build_models import ENGINES, sampling_specs
 
 log = logging.getLogger("ppocli")
 
@@ -45,7 +51,7 @@ class Player:
     tokenizer: Any
     loaded: LoadedLM
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    servers: VllmSampler | None = None
+    servers: Servers | None = None
     """what samples in place of our own loop; see :func:`served`"""
     records: bool = False
     """as of :class:`~ppocli.sampling.decode_state.Decoder`"""
@@ -154,7 +160,8 @@ def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterato
         SamplerError: a server is missing, or serves something else.
     """
     cfg = replace(cfg, run_name=None)  # no run is there to go on with
-    servers = VllmSampler(sampler.SamplerSetup(cfg, backend, player.tokenizer, player.loaded))
+    servers: Any = ENGINES["vllm"](sampler.SamplerSetup(cfg, backend, player.tokenizer,
+                                                        player.loaded))
     with servers.acting(Policy(player.loaded.lm, None)):
         yield replace(player, servers=servers)
 

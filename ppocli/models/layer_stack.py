@@ -38,17 +38,17 @@ def stack_path(lm: Any) -> str:
     return next(name for name, module in lm.named_modules() if module is stack)
 
 
-@torch.no_grad()
-def _trial_pass(lm: Any) -> Any:
-    """What the trunk returns for three tokens."""
-    return lm.base_model(**_trial_words(lm, lm.base_model.device))
-
-
-def _trial_words(lm: Any, device: torch.device) -> dict[str, Any]:
+def _trial_inputs(lm: Any, device: torch.device) -> dict[str, Any]:
     tokens = torch.zeros(1, 3, dtype=torch.long, device=device)
     pair = getattr(lm.config, "is_encoder_decoder", False)
     return {"input_ids": tokens, "use_cache": False} | (
         {"decoder_input_ids": tokens} if pair else {})
+
+
+@torch.no_grad()
+def _trial_pass(lm: Any) -> Any:
+    """What the trunk returns for three tokens."""
+    return lm.base_model(**_trial_inputs(lm, lm.base_model.device))
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def _trial_of_shapes(lm: Any) -> None:
         shapes = {name: torch.empty(whole_shape(tensor), dtype=torch.bfloat16
                                     if tensor.is_floating_point() else tensor.dtype)
                   for name, tensor in (*trunk.named_parameters(), *trunk.named_buffers())}
-        functional_call(trunk, shapes, kwargs=_trial_words(lm, torch.device("cpu")))
+        functional_call(trunk, shapes, kwargs=_trial_inputs(lm, torch.device("cpu")))
 
 
 class _PassesOn(nn.Module):
@@ -171,8 +171,8 @@ def _parameters_before(lm: Any, layer: int, trial: Callable[[Any], Any] = _trial
 def freeze_before(lm: Any, layer: int) -> None:
     """Freeze all that a pass uses before layer ``layer`` begins. Weights may be in parts, if none
     has been prepared for training yet, or not be there."""
-    there = all(p.shape == whole_shape(p) and not p.is_meta for p in lm.parameters())
-    for parameter in _parameters_before(lm, layer, _trial_pass if there else _trial_of_shapes):
+    whole = all(p.shape == whole_shape(p) and not p.is_meta for p in lm.parameters())
+    for parameter in _parameters_before(lm, layer, _trial_pass if whole else _trial_of_shapes):
         parameter.requires_grad_(False)
 
 
@@ -199,17 +199,16 @@ def swapped_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> I
     Autocast keeps its copies of weights by parameter while it is on, and does not notice that a
     parameter's data have been replaced: it is made to cast them anew.
     """
-    own: dict[str, torch.Tensor] = {**dict(module.named_parameters()),
-                                    **dict(module.named_buffers())}
-    kept = {name: own[name].data for name in tensors}
+    slots: dict[str, torch.Tensor] = dict((*module.named_parameters(), *module.named_buffers()))
+    kept = {name: slots[name].data for name in tensors}
     try:
         for name, tensor in tensors.items():
-            own[name].data = tensor
+            slots[name].data = tensor
         torch.clear_autocast_cache()
         yield
     finally:
         for name, tensor in kept.items():
-            own[name].data = tensor
+            slots[name].data = tensor
         torch.clear_autocast_cache()
 
 
@@ -247,8 +246,8 @@ def without_hooks(module: nn.Module,
             vars(view).update({name: value for name, value in vars(part).items()
                                if name not in vars(view)}, _buffers=part._buffers,
                               training=part.training)
-            view._parameters = {name: None if own is None else parameters.get(id(own), own)
-                                for name, own in part._parameters.items()}
+            view._parameters = {name: None if p is None else parameters.get(id(p), p)
+                                for name, p in part._parameters.items()}
             view._modules = {name: None if child is None else view_of(child)
                              for name, child in part._modules.items()}
         return made[id(part)]

@@ -165,9 +165,10 @@ class SequenceBatch:
         if self.packing is not None:
             values["packing"] = Packing(*self.packing[:2], *(
                 to_device(index, device) for index in self.packing[2:]))
-        return SequenceBatch(**{name: to_device(value, device)
-                                if isinstance(value, torch.Tensor) else value
-                                for name, value in values.items()})
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = to_device(value, device)
+        return SequenceBatch(**values)
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

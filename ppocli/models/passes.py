@@ -122,14 +122,18 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     batch = one.batch.to(view.get_output_embeddings().weight.device)
     lm = view if frozen_states is None or reference.split is None else (
         reference.split.resumed(view, frozen_states))
-    with layer_stack.inputs_at(split if frozen_states is None else None, view) as entering:
+    if split is None or frozen_states is not None:
         states = trunk.response_hidden(lm, batch)
+    else:
+        with layer_stack.inputs_at(split, view) as entering:
+            states = trunk.response_hidden(lm, batch)
+        frozen_states = entering[-1]
     ref_head = HeadWeights.of(view)
     logprobs = token_logprobs(states, ref_head, batch.targets, temperature=temperature,
                               want_entropy=False).logprobs
     kl = None if hidden is None else full_kl(hidden, head, states, ref_head,
                                              temperature=temperature)
-    return Scored(logprobs, states, entering[-1] if entering else frozen_states, full_kl=kl)
+    return Scored(logprobs, states, frozen_states, full_kl=kl)
 
 
 def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor | None], count: int,
@@ -137,11 +141,10 @@ def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor 
     """[n, D] for each of ``count`` samples of [b, T, D] for each pass; None where there is nothing,
     or all of it takes more than ``most`` bytes."""
     by_sample: list[torch.Tensor | None] = [None] * count
-    present = [(one, one_states) for one, one_states in zip(passes, states, strict=True)
-             if one_states is not None]
-    if sum(one_states.nbytes for _, one_states in present) <= most:
-        for one, one_states in present:
-            keep_states(by_sample, most, one.rows, one.lengths, one.batch, one_states)
+    if most and sum(one.nbytes for one in states if one is not None) <= most:
+        for one, one_states in zip(passes, states, strict=True):
+            if one_states is not None:
+                keep_states(by_sample, most, one.rows, one.lengths, one.batch, one_states)
     return by_sample
 
 
@@ -178,9 +181,10 @@ def frozen_split(policy: Policy) -> layer_stack.SplitPoint | None:
         split = layer_stack.trained_split(policy.lm)
     except ValueError:  # layers that are no plain sequence
         return None
-    own = policy.value_trunk
-    branches = isinstance(own, ValueBranch) and split is not None and own.split.layer < split.layer
-    return None if branches else split
+    branch = policy.value_trunk
+    if isinstance(branch, ValueBranch) and split and branch.split.layer < split.layer:
+        return None
+    return split
 
 
 def known_states(kept: Sequence[torch.Tensor | None], chosen: list[int],

@@ -103,11 +103,11 @@ class ValueBranch(nn.Module):
             shared: what entered the layer of :attr:`split` in its pass over this batch.
         """
         path = stacks.stack_path(lm)
-        own: dict[str, nn.Module] = {f"{path}.{self.split.layer + i}": layer
-                                     for i, layer in enumerate(self.layers)}
-        beside = path.rpartition(".")[0]
-        own |= {f"{beside}.{name}".strip("."): module for name, module in self.tail.items()}
-        return response_hidden(self.split.resumed(lm, shared[-1], own), batch)
+        modules: dict[str, nn.Module] = {f"{path}.{self.split.layer + i}": layer
+                                         for i, layer in enumerate(self.layers)}
+        parent = path.rpartition(".")[0]
+        modules |= {f"{parent}.{name}".strip("."): module for name, module in self.tail.items()}
+        return response_hidden(self.split.resumed(lm, shared[-1], modules), batch)
 
 
 class ValueModel(nn.Module):
@@ -154,10 +154,10 @@ class Policy(nn.Module):
         lm, value_trunk = self.lm, self.value_trunk
         if batch.frozen_states is not None and self.split is not None:
             lm = self.split.resumed(lm, batch.frozen_states)
-        split = None if value_trunk is None else value_trunk.split
-        with stacks.inputs_at(split, self.lm) as shared:
-            hidden = response_hidden(lm, batch)
-        return hidden, shared
+        if value_trunk is None or value_trunk.split is None:
+            return response_hidden(lm, batch), []
+        with stacks.inputs_at(value_trunk.split, self.lm) as shared:
+            return response_hidden(lm, batch), shared
 
     def values(self, batch: SequenceBatch, hidden: torch.Tensor | None,
                shared: list[torch.Tensor]) -> torch.Tensor | None:
@@ -188,11 +188,11 @@ class Policy(nn.Module):
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
-            found = token_logprobs(
+            figures = token_logprobs(
                 hidden, HeadWeights.of(self.lm, all_rows=all_rows), batch.targets,
                 temperature=temperature, want_entropy=want_entropy, other=reference)
-        values = self.values(batch, hidden, shared) if want_values else None
-        return found._replace(values=values)
+        return figures._replace(
+            values=self.values(batch, hidden, shared) if want_values else None)
 
 
 def freeze_attention(trunk: nn.Module) -> None:
@@ -201,11 +201,11 @@ def freeze_attention(trunk: nn.Module) -> None:
     Raises:
         ValueError: there is none that can be told by its name.
     """
-    found = [module for module in trunk.modules() if "Attention" in type(module).__name__]
-    for module in found:  # T5 has a layer of that name around it, with a norm
-        if not any(inner in found for inner in list(module.modules())[1:]):
+    layers = [module for module in trunk.modules() if "Attention" in type(module).__name__]
+    for module in layers:  # T5 has a layer of that name around it, with a norm
+        if not any(inner in layers for inner in list(module.modules())[1:]):
             module.requires_grad_(False)
-    if not found:
+    if not layers:
         raise ValueError("model.value.freeze_attention finds no attention in it")
 
 
@@ -264,9 +264,9 @@ class CopyReference:
         if not self.offload:
             yield self.lm
             return
-        there = {name: tensor.data.to(self.device, non_blocking=True) for name, tensor in
-                 (*self.lm.named_parameters(), *self.lm.named_buffers())}
-        with swapped_tensors(self.lm, there):
+        on_device = {name: tensor.data.to(self.device, non_blocking=True) for name, tensor in
+                     (*self.lm.named_parameters(), *self.lm.named_buffers())}
+        with swapped_tensors(self.lm, on_device):
             yield self.lm
 
 
@@ -276,8 +276,8 @@ def follow(reference: CopyReference, policy_lm: Any, alpha: float) -> None:
     reset (ProRL, Liu et al. 2025, arXiv 2505.24864), below it TR-DPO's soft update (Gorbatovski et
     al. 2024, arXiv 2404.09656), which is TRL's ``ref_model_mixup_alpha``."""
     now = dict(policy_lm.named_parameters())
-    for name, own in reference.lm.named_parameters():
-        own.lerp_(now[name].to(own), alpha)
+    for name, parameter in reference.lm.named_parameters():
+        parameter.lerp_(now[name].to(parameter), alpha)
 
 
 @dataclass(frozen=True, slots=True)

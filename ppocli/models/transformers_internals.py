@@ -161,11 +161,12 @@ def _roomy_layer() -> Any:
                 for room, new in zip(rooms, (key_states, value_states), strict=True):
                     room.index_copy_(2, self.column, new.to(room.dtype))
                 return rooms[0], rooms[1]
-            before: Any = (self.keys, self.values) if self.is_initialized else (
-                key_states[:, :, :0], value_states[:, :, :0])
-            self.keys, self.values = (_extended(held, new, self.most) for held, new in zip(
-                before, (key_states, value_states), strict=True))
-            self.is_initialized = True
+            if not self.is_initialized:
+                self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+                self.is_initialized = True
+            held: Any = self
+            self.keys = _extended(held.keys, key_states, self.most)
+            self.values = _extended(held.values, value_states, self.most)
             return self.keys, self.values
 
     return RoomyLayer
@@ -177,7 +178,8 @@ def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
     They are kept in the type of attention's products: under autocast all of them would else be
     rounded anew for every token.
     """
-    count, end, room = held.shape[2], held.shape[2] + new.shape[2], room_of(held)
+    count, end = held.shape[2], held.shape[2] + new.shape[2]
+    room = getattr(held, _ROOM, None)
     if room is None or room.shape[2] < end:
         kind = new.device.type
         dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)

@@ -17,6 +17,7 @@ which what was under way is sampled anew.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 
@@ -26,9 +27,9 @@ from ppocli.ppo.records import Rollout
 from ppocli.ppo.rollout import sample_policy
 from ppocli.ppo.session import Session
 from ppocli.ppo.step import collect_rollout
+from ppocli.sampling.sampler import AheadSampler, BegunSamples
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import ROLLOUT
-from ppocli.sampling.vllm.vllm_sampler import Begun, VllmSampler
 from ppocli.training.task import StepContext
 
 log = logging.getLogger("ppocli")
@@ -100,7 +101,7 @@ class Ahead:
 
     episodes: range
     """their numbers"""
-    begun: Begun
+    begun: BegunSamples
     """this rank's"""
     num_local: int
     """how many of these count"""
@@ -131,8 +132,7 @@ def collect_ahead(session: Session, context: StepContext, before: Ahead | None, 
 
 def _begin(session: Session, episodes: range) -> Ahead:
     prompts, num_local = session.share_of_prompts(episodes.start, len(episodes))
-    sampler = session.sampler
-    assert isinstance(sampler, VllmSampler)
+    sampler = cast(AheadSampler, session.sampler)  # rollout.ahead needs such an engine
     with session.sampler.acting(session.policy):
         begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)
     return Ahead(episodes, begun, num_local)

@@ -116,14 +116,14 @@ class KeptKeys:
                     continue
                 done, at = to_host(live.done, live.at)
                 left = int((~done).sum())
-                if left == 0 or left <= SHRINK_AT * len(live):
+                if left == 0 or left <= SHRINK_AT * len(live.rows):
                     feeding.settle()
                     pieces.append(self._park(live, done.nonzero().squeeze(-1)))
                     if left == 0:
                         break
                     live.drop_done(done, at)
         self.parked.append(reduce(IdleRows.with_others, pieces))
-        out = self._said(torch.tensor(rows, device=self.device), before)
+        out = self._responses(torch.tensor(rows, device=self.device), before)
         for row, ids, count in zip(rows, contexts, out.mask.sum(1).tolist(), strict=True):
             self.read[row] = len(ids) + count
         return out
@@ -141,16 +141,16 @@ class KeptKeys:
         place = {row: i for i, row in enumerate(group.rows.tolist())}
         index = to_device(torch.tensor([place[row] for row in rows]), self.device)
         group.cache.batch_select_indices(index)
-        seen, own = group.seen[index], group.rows[index]
-        at = state.mask[own].sum(1)
+        seen, live_rows = group.seen[index], group.rows[index]
+        at = state.mask[live_rows].sum(1)
         tokens, mask = (to_device(one, self.device) for one in padded_left(
             [ids[self.read[row] - 1:] for row, ids in zip(rows, contexts, strict=True)]))
         attention = torch.cat([seen, mask], dim=1)
         youngest, padding = to_host(at.min(), (~attention).long().cumprod(1).sum(1))
         return LiveRows(
-            rows=own, at=at, youngest=int(youngest), inputs=tokens, attention=attention,
+            rows=live_rows, at=at, youngest=int(youngest), inputs=tokens, attention=attention,
             positions=seen.sum(1, keepdim=True) + (mask.long().cumsum(1) - 1).clamp(min=0),
-            done=torch.zeros_like(own, dtype=torch.bool), padding=padding,
+            done=torch.zeros_like(live_rows, dtype=torch.bool), padding=padding,
             cache=group.cache)
 
     def _park(self, live: LiveRows, ended: torch.Tensor) -> IdleRows:
@@ -165,8 +165,8 @@ class KeptKeys:
         return IdleRows(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
-    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
-        """What these rows have said since they had ``before`` tokens."""
+    def _responses(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
+        """The tokens of these rows since they had ``before`` of them."""
         state = self.state
         counts = state.mask[rows].sum(1) - before
         places = torch.arange(int(counts.max()), device=self.device)[None, :]

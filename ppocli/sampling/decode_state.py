@@ -37,7 +37,7 @@ class Decoder:
     """the layer whose inputs are kept (:attr:`Generation.frozen_states`)"""
     poll: Callable[[], None] = lambda: None
     """called before every token; may raise to stop"""
-    watch: Watch = lambda tokens, mask: None
+    watch: Watch | None = None
     """shown all tokens so far after every token"""
     records: bool = False
     """whether a GPU may be given what feeds a token as a recorded graph"""
@@ -191,19 +191,6 @@ class LiveRows:
     encoder_mask: torch.Tensor | None = None
     """[b, Q]"""
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def advance(self, tokens: torch.Tensor) -> None:
-        """Feed these tokens, [b], next."""
-        self.inputs = tokens[:, None]
-        # a row that has ended stays where it is: the model may have no further position
-        self.positions = self.positions[:, -1:] + (~self.done)[:, None]
-        self.at = self.at + 1
-        self.youngest += 1
-        if self.attention is not None:
-            self.attention = torch.nn.functional.pad(self.attention, (0, 1), value=True)
-
     def drop_done(self, done: torch.Tensor, at: torch.Tensor) -> None:
         """Go on without the rows that have ended; one of them stays where all have, since others
         may go on and a pass needs a row.
@@ -243,7 +230,7 @@ def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
     """The attention over so many columns, the row's own on the right."""
     count, mask = transformers_internals.cached_tokens(live.cache) + 1, live.attention
     if mask is None:
-        mask = torch.ones(len(live), count, dtype=torch.bool, device=live.rows.device)
+        mask = torch.ones(len(live.rows), count, dtype=torch.bool, device=live.rows.device)
     return torch.nn.functional.pad(mask, (width - count, 0), value=False)
 
 
@@ -267,7 +254,9 @@ class Stepped(DecodeState):
         Args:
             prompt_tokens, prompt_mask: [N, Q] of all, padded on the left.
         """
-        start, lm = self.decoder.start, self.decoder.lm
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        start, lm, give_room = self.decoder.start, self.decoder.lm, transformers_internals.give_room
         device = lm.base_model.device
         cpu_mask = prompt_mask[rows.start:rows.stop]
         skip = cpu_mask.shape[1] - max(int(cpu_mask.sum(1).max()), 1)
@@ -278,31 +267,25 @@ class Stepped(DecodeState):
             "rows": torch.arange(rows.start, rows.stop, device=device),
             "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
             "done": torch.zeros(count, dtype=torch.bool, device=device),
-            "padding": (~cpu_mask).sum(1), "cache": self._empty_cache(count)}
+            "padding": (~cpu_mask).sum(1)}
+        cache: Any = None
         if start is not None:
             tokens, mask = layout.right_padded(tokens, mask)
             encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
+            cache = EncoderDecoderCache(give_room(DynamicCache(), self.steps), DynamicCache())
             return LiveRows(
                 **columns, attention=None, inputs=torch.full((count, 1), start, device=device),
-                positions=torch.zeros(count, 1, dtype=torch.long, device=device),
+                positions=torch.zeros(count, 1, dtype=torch.long, device=device), cache=cache,
                 encoded=encoded.last_hidden_state, encoder_mask=mask.long())
-        before = 0 if self.virtual is None else self.virtual.count
+        before = 0
+        if (virtual := self.virtual) is not None:  # the cache may begin with theirs
+            before, cache = virtual.count, virtual.cache(count) if virtual.in_cache else None
+            columns["padding"] = torch.zeros_like(columns["padding"])  # which all rows look at
+        cache = give_room(DynamicCache(config=lm.config) if cache is None else cache,
+                          self.prompt_tokens + self.steps + before - 1)
         seen = torch.nn.functional.pad(mask, (before, 0), value=True)
-        if before:  # which all rows look at
-            columns["padding"] = torch.zeros_like(columns["padding"])
         return LiveRows(**columns, inputs=tokens, attention=None if bool(cpu_mask.all()) else seen,
-                        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before)
-
-    def _empty_cache(self, rows: int) -> Any:
-        """transformers' cache of keys and values; it may begin with those of virtual tokens."""
-        from transformers import DynamicCache, EncoderDecoderCache
-
-        give_room, virtual = transformers_internals.give_room, self.virtual
-        if self.decoder.start is not None:
-            return EncoderDecoderCache(give_room(DynamicCache(), self.steps), DynamicCache())
-        most = self.prompt_tokens + self.steps + (0 if virtual is None else virtual.count) - 1
-        return give_room(virtual.cache(rows) if virtual is not None and virtual.in_cache
-                         else DynamicCache(config=self.decoder.lm.config), most)
+                        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before, cache=cache)
 
     def token(self, live: LiveRows, most: int = 0) -> None:
         """Feed the live rows and draw one more token of each.
@@ -312,8 +295,15 @@ class Stepped(DecodeState):
         """
         self.decoder.poll()
         chosen, live.done = self.draw(live)
-        live.advance(chosen)
-        self.decoder.watch(self.tokens, self.mask)
+        live.inputs = chosen[:, None]
+        # a row that has ended stays where it is: the model may have no further position
+        live.positions = live.positions[:, -1:] + (~live.done)[:, None]
+        live.at = live.at + 1
+        live.youngest += 1
+        if live.attention is not None:
+            live.attention = torch.nn.functional.pad(live.attention, (0, 1), value=True)
+        if self.decoder.watch is not None:
+            self.decoder.watch(self.tokens, self.mask)
 
     def settle(self) -> None:
         """Without a recorded graph nothing has to end before rows join or leave."""
@@ -324,10 +314,12 @@ class Stepped(DecodeState):
         Returns:
             the tokens and which responses have ended, as of :meth:`DecodeState.add`.
         """
-        with layer_stack.inputs_at(self.decoder.split, self.decoder.lm) as entering:
+        at, split = live.at.clamp(max=self.steps), self.decoder.split
+        if split is None:
             hidden = self._hidden(live)
-        at = live.at.clamp(max=self.steps)
-        if entering:
+        else:
+            with layer_stack.inputs_at(split, self.decoder.lm) as entering:
+                hidden = self._hidden(live)
             self._keep_frozen_states(live, at, entering[-1])
         return self.add(live.rows, at, live.done, self.logits(hidden), hidden)
 

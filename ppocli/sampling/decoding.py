@@ -61,21 +61,21 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
 
 
 def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float32,
-                   key: str = "model.path", given: Any = None,
+                   key: str = "model.path", lm: Any = None,
                    goes_on: Mapping[str, Any] | None = None) -> LoadedLM:
     """As :func:`load_lm`, with the fastest way of decoding selected that is right for the model. If
     none is, its forward passes give tokens other probabilities than they were sampled with, and
     ratios would be meaningless.
 
     Args:
-        given: a model to take in place of loading one.
+        lm: a model to take in place of loading one.
 
     Raises:
         InputError: as there; or no way of decoding is right.
         ConfigError: the model has virtual tokens, which transformers' loop would leave out.
     """
-    loaded = (language_model.load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if given is None
-              else language_model.take_lm(cfg, given.to(dtype)))
+    loaded = (language_model.load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if lm is None
+              else language_model.take_lm(cfg, lm.to(dtype)))
     lm = loaded.lm
     if try_decoding(lm, loaded.decoder_start) is None:
         raise InputError(f"{type(lm).__name__} ({cfg.path}) gives a token other probabilities when "
@@ -87,12 +87,12 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
 
 
 def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: int,
-                given: Any = None, *, scores: bool = False) -> LoadedLM:
+                lm: Any = None, *, scores: bool = False) -> LoadedLM:
     """The model that a training starts from, with a new adapter on it where one is asked for. An
     adapter that ``model.path`` names goes on; or, where none is asked for, it is merged.
 
     Args:
-        given: a model to take in place of loading one.
+        lm: a model to take in place of loading one.
         scores: whether it is a model that scores texts, which isn't sampled from.
 
     Raises:
@@ -106,7 +106,7 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     if scores:
         loaded = language_model.load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)
     else:
-        loaded = load_decodable(cfg, dtype=dtype, given=given, goes_on=goes_on)
+        loaded = load_decodable(cfg, dtype=dtype, lm=lm, goes_on=goes_on)
         say_decoding(loaded.lm)
     check_text_alone(loaded.lm)
     if loaded.adapter is not None:
@@ -265,12 +265,12 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     started = passes = handed = 0
 
     while live is not None or started < count:
-        if live is None or (refills and started < count and len(live) < at_once):
+        if live is None or (refills and started < count and len(live.rows) < at_once):
             feeding.settle()
-            free = at_once if live is None else at_once - len(live)
+            free = at_once if live is None else at_once - len(live.rows)
             fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
                                      prompt_mask)
-            started += len(fresh)
+            started += len(fresh.rows)
             state.token(fresh)
             if live is None:
                 live = fresh
@@ -288,7 +288,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
             feeding.settle()
         else:
             ended = int(rows[~done].min()) if count > chunk and remaining else 0
-            if remaining <= SHRINK_AT * len(live) and len(live) > 1:
+            if remaining <= SHRINK_AT * len(live.rows) and len(live.rows) > 1:
                 feeding.settle()
                 live.drop_done(done, at)
         while handed < count and min(handed + chunk, count) <= ended:

@@ -20,7 +20,7 @@ from ppocli.distributed.backend import without_autocast_cache
 from ppocli.distributed.stop import StopFlag
 from ppocli.environments.env_calls import Answered, Called, Calls, reset_arguments
 from ppocli.environments.wording import ChatWords, PlainWords, RenderedText
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import InputError
 from ppocli.models.layout import Sequences, padded
 from ppocli.models.policy import Policy
 from ppocli.runs.daemon import in_daemon, outcome_of
@@ -68,8 +68,8 @@ class Game:
 
     def record(self) -> Episode:
         """The finished episode."""
-        own = getattr(self.environment, "wrapped", self.environment)  # what an adapter is around
-        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own,
+        environment = getattr(self.environment, "wrapped", self.environment)  # of an adapter
+        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, environment,
                        self.context)
 
 
@@ -81,16 +81,11 @@ class EpisodeSampler:
         calls: of the environment.
 
     Raises:
-        ConfigError: ``inner`` can't continue contexts.
         InputError: as :class:`ppocli.environments.wording.ChatWords`.
     """
 
     def __init__(self, inner: Sampler, calls: Calls, tokenizer: Any, *, chat: bool) -> None:
-        if not hasattr(inner, "converse"):
-            raise ConfigError(f"{type(inner).__name__} has no method converse, which continues the "
-                              "contexts of episodes.", where="rollout.engine, env.fn",
-                              fix="use rollout.engine=decode")
-        self.inner: Any = inner
+        self.inner = inner
         self.calls, self.tokenizer = calls, tokenizer
         self.cfg: EnvConfig = calls.cfg
         self.words = ChatWords(tokenizer, calls.what.tools) if chat else PlainWords(tokenizer)
@@ -109,8 +104,12 @@ class EpisodeSampler:
         for start in range(0, len(prompts), chunk):
             rows = range(start, min(start + chunk, len(prompts)))
             yield Samples.joined([
-                self._play(prompts.rows(some), spec, stream, model, stop)
-                for some in (rows[i:i + at_once] for i in range(0, len(rows), at_once))])
+                self._play(prompts.rows(rows[i:i + at_once]), spec, stream, model, stop)
+                for i in range(0, len(rows), at_once)])
+
+    def converse(self, *_: Any, **__: Any) -> AbstractContextManager[Conversation]:
+        """Not of a sampler whose contexts an environment continues."""
+        raise NotImplementedError
 
     def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
               stop: StopFlag) -> Samples:
@@ -124,7 +123,8 @@ class EpisodeSampler:
                     stop.check()
                     settle()
                     live[g] = [game for game in live[g] if game.ended is None]
-                    waiting[g] = self._asked(live[g], self._turn(talk, live[g], spec), stream, stop)
+                    texts = self._turn(talk, live[g], spec)
+                    waiting[g] = self._call_environments(live[g], texts, stream, stop)
         self._warn_of_silence(games)
         return samples_of(games)
 
@@ -151,35 +151,36 @@ class EpisodeSampler:
         half = (len(games) + 1) // 2
         return [games[:half], games[half:]]
 
-    def _asked(self, games: Sequence[Game], said: Sequence[str], stream: int, stop: StopFlag
-               ) -> Callable[[], None]:
+    def _call_environments(self, games: Sequence[Game], texts: Sequence[str], stream: int,
+                           stop: StopFlag) -> Callable[[], None]:
         """Put a turn of some episodes to their environments; what is returned waits for the answers
         and writes them down."""
         work = partial(self.calls.answers, [
             Called(game.environment, game.episode, len(game.turns) + 1, {"response": text})
-            for game, text in zip(games, said, strict=True)], stream)
+            for game, text in zip(games, texts, strict=True)], stream)
         aside = self.calls.waits and games
         begun = in_daemon(partial(without_autocast_cache, work), "environments") if aside else None
 
         def settle() -> None:
             answers = work() if begun is None else outcome_of(begun, stop.check)
-            for game, text, answer in zip(games, said, answers, strict=True):
+            for game, text, answer in zip(games, texts, answers, strict=True):
                 self._answered(game, text, answer)
 
         return settle
 
     def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
-        asked = [Called(None, episode, 0, reset_arguments(prompts, i))
-                 for i, episode in enumerate(prompts.episodes)]
+        resets = [Called(None, episode, 0, reset_arguments(prompts, i))
+                  for i, episode in enumerate(prompts.episodes)]
         games = []
-        for i, answer in enumerate(self.calls.answers(asked, stream)):
-            own = prompts.tokens[i][prompts.mask[i]].tolist()
-            ids, said = self.words.opening(own, asked[i].arguments["messages"], answer.result)
-            game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(own), answer.environment,
-                        said.text, said.messages)
+        for i, answer in enumerate(self.calls.answers(resets, stream)):
+            prompt = prompts.tokens[i][prompts.mask[i]].tolist()
+            ids, opening = self.words.opening(prompt, resets[i].arguments["messages"],
+                                              answer.result)
+            game = Game(i, prompts.episodes[i], [*ids, *opening.ids], len(prompt),
+                        answer.environment, opening.text, opening.messages)
             if game.room(self.cfg.max_tokens) < 1:
                 what = "What reset says" + " and the tools" * bool(self.calls.what.tools)
-                raise InputError(f"{what} takes {len(game.ids) - len(own)} tokens and leaves no "
+                raise InputError(f"{what} takes {len(game.ids) - len(prompt)} tokens and leaves no "
                                  f"room for a turn in episode {game.episode}.",
                                  where="env.max_tokens", fix="raise it, or say less")
             if answer.error is not None:
@@ -205,20 +206,22 @@ class EpisodeSampler:
     def _answered(self, game: Game, text: str, answer: Answered) -> None:
         """Write down a turn and the answer to it; what the policy is to read next waits."""
         step = Step(done=True) if answer.error is not None else answer.result
-        said = RenderedText([]) if step.done and step.observation is None else self.words.between(
-            step.observation, ended=game.finished, last=game.ids[-1])
+        between = RenderedText([])
+        if not step.done or step.observation is not None:
+            between = self.words.between(step.observation, ended=game.finished, last=game.ids[-1])
         if answer.error is not None or game.error is not None:
             game.ended, game.error = ERROR, game.error or str(answer.error and answer.error.what)
         elif step.done:
             game.ended = DONE
         elif len(game.turns) + 1 == self.cfg.max_turns:
             game.ended = TURNS
-        game.ids += said.ids
+        game.ids += between.ids
         if game.ended is None and game.room(self.cfg.max_tokens) < 1:
             game.ended = TOKENS
-        said_before = sum(turn.tokens for turn in game.turns)
-        game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
-                               0 if game.ended else len(said.ids), step.failed, said.messages))
+        before = sum(turn.tokens for turn in game.turns)
+        game.turns.append(Turn(text, len(game.actions) - before, step.reward, between.text,
+                               0 if game.ended else len(between.ids), step.failed,
+                               between.messages))
 
 
 def _longest_silence(turns: Sequence[Turn]) -> int:

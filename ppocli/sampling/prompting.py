@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +15,8 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import TokenRows, decode_responses
+from ppocli.sampling.samples import Generation, TokenRows, decode_responses
 from ppocli.sampling.token_choice import USER, SamplingSpec, uniform
-from ppocli.sampling.vllm.vllm_sampler import VllmSampler, sampling_params
 
 BATCH = 64
 """samples decoded together"""
@@ -40,6 +40,21 @@ class Answer:
     """the sampled ids, through the one that ended the response"""
     finished: bool
     """whether a stop token or stop sequence ended it"""
+
+
+class Servers(Protocol):
+    """A sampler whose servers answer prompts, of :mod:`ppocli.sampling.vllm`."""
+
+    def answer(self, contexts: TokenRows, spec: SamplingSpec, seed: int, stream: int,
+               episodes: Sequence[int], poll: Callable[[], None]) -> Generation:
+        """One whole response to each of these ids.
+
+        Args:
+            poll: called every now and then; may raise to stop.
+
+        Raises:
+            SamplerError: no server is left.
+        """
 
 
 class TextStream:
@@ -94,15 +109,15 @@ def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False, 
         ConfigError: a prompt without any token.
         InputError: the tokenizer fails on a text.
     """
-    found = []
+    rows = []
     front, behind = ([], []) if rendered else tokens_around(tokenizer)
     for text, body in zip(texts, token_ids_of(list(texts), tokenizer), strict=True):
         # some tokenizers close a text with EOS; a prompt is to be continued
         ids = [*front, *body, *(behind if whole else [])]
         if not ids:
             raise ConfigError(f"The prompt {text!r} has no tokens.", fix="give some text")
-        found.append(ids)
-    return found
+        rows.append(ids)
+    return rows
 
 
 def check_lengths(lm: Any, prompts: TokenRows, spec: SamplingSpec) -> None:
@@ -113,18 +128,26 @@ def check_lengths(lm: Any, prompts: TokenRows, spec: SamplingSpec) -> None:
     """
     limit = max_positions(lm)
     for number, ids in enumerate(prompts, start=1):
-        apart = has_encoder(lm)  # prompt and response have positions of their own
-        taken = max(len(ids), spec.max_new_tokens) if apart else len(ids) + spec.max_new_tokens
-        if limit is not None and taken > limit:
-            which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-            raise ConfigError(f"{which} has {counted(len(ids), 'token')}; with "
+        lengths = len(ids), spec.max_new_tokens
+        # prompt and response have positions of their own beside an encoder
+        positions = max(lengths) if has_encoder(lm) else sum(lengths)
+        if limit is not None and positions > limit:
+            prompt = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
+            raise ConfigError(f"{prompt} has {counted(len(ids), 'token')}; with "
                               f"{spec.max_new_tokens} new ones they exceed the model's {limit} "
                               "positions.", fix="shorten the prompt or lower max_new_tokens")
 
 
+def _show_piece(stream: TextStream, show: Callable[[str], None], tokens: torch.Tensor,
+                mask: torch.Tensor) -> None:
+    """As :attr:`Decoder.watch`: show what is certain of the first response."""
+    if piece := stream.push(tokens[0][mask[0]].tolist()):
+        show(piece)
+
+
 def answer_prompts(decoder: Decoder, prompts: TokenRows, *, seed: int, num_samples: int = 1,
                    first: int = 0, batch: int = BATCH, show: Callable[[str], None] | None = None,
-                   servers: VllmSampler | None = None) -> Iterator[list[Answer]]:
+                   servers: Servers | None = None) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:
@@ -148,14 +171,12 @@ def answer_prompts(decoder: Decoder, prompts: TokenRows, *, seed: int, num_sampl
         tokens, mask = padded_left(rows, tokenizer.pad_token_id)
         numbers = [first + i + k * SAMPLES_APART for i, k in places]
         before = rows if decoder.start is None else [[]] * len(rows)
-        stream = TextStream(tokenizer, before[0], spec)
-
-        def watch(tokens: torch.Tensor, mask: torch.Tensor, stream: TextStream = stream) -> None:
-            if show is not None and (piece := stream.push(tokens[0][mask[0]].tolist())):
-                show(piece)
+        stream, watch = TextStream(tokenizer, before[0], spec), None
+        if show is not None:
+            watch = partial(_show_piece, stream, show)
 
         if servers is not None:
-            out = servers.answer(rows, sampling_params(spec, seed, USER, numbers), decoder.poll)
+            out = servers.answer(rows, spec, seed, USER, numbers, decoder.poll)
         else:
             out, = decode(replace(decoder, watch=watch), tokens, mask,
                           uniform(seed, USER, numbers, spec.max_new_tokens))

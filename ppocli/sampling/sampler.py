@@ -7,9 +7,8 @@ A task asks for samples and doesn't know how they are made: by our decode loop, 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
-
-import torch
 
 from ppocli.config import algorithm, schema
 from ppocli.data.prompt_set import PromptBatch
@@ -78,6 +77,45 @@ class Sampler(Protocol):
                 with a smaller ``at_once``.
         """
 
+    def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
+                 stream: int, model: GenerationModel, stop: StopFlag
+                 ) -> AbstractContextManager[Conversation]:
+        """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episode_sampler`).
+
+        Args:
+            contexts: [N] ids to begin with, behind which more may follow in the first turn.
+            episodes: [N] numbers of the samples.
+
+        Raises:
+            ConfigError: it can't continue contexts.
+        """
+
+
+class BegunSamples(Protocol):
+    """Samples under way."""
+
+    def take(self, rows: slice, poll: Callable[[], None]) -> Samples:
+        """Those of these rows, once they are complete.
+
+        Args:
+            poll: called every now and then; may raise to stop.
+
+        Raises:
+            SamplerError: nothing is left to make them.
+        """
+
+
+class AheadSampler(Sampler, Protocol):
+    """One that samples elsewhere, so that the samples of the next step can be begun."""
+
+    def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
+              ) -> BegunSamples:
+        """Have one sample per prompt made with the present weights.
+
+        Args:
+            ahead: they are taken later: the next weights wait for them.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerSetup:
@@ -90,20 +128,10 @@ class SamplerSetup:
     """the policy's model as it was loaded"""
 
 
-def make_stop_check(stop: StopFlag, rows: int) -> Callable[[], None]:
-    """What is called before every token of so many rows, and stops where that was asked for."""
-    def look() -> None:
-        faults.point("rollout.token", rows)
-        stop.check()
-
-    return look
-
-
-def records(cfg: schema.TrainConfig, device: torch.device) -> bool:
-    """Whether CUDA graphs are recorded. A reward that computes in a thread meanwhile would break
-    the recording: it may wait for the device, or draw random numbers there."""
-    return (device.type in token_graph.DEVICES and cfg.hardware.cuda_graphs
-            and cfg.reward.overlap != "always")
+def check_stop(stop: StopFlag, rows: int) -> None:
+    """Called before every token of so many rows; raises where a stop was requested."""
+    faults.point("rollout.token", rows)
+    stop.check()
 
 
 class DecodeSampler:
@@ -112,6 +140,8 @@ class DecodeSampler:
     chunk size, the number of ranks or the order in which rows end."""
 
     repeatable = True
+    by_library = False
+    """whether transformers decodes models that our loop can decode, too"""
 
     def __init__(self, setup: SamplerSetup) -> None:
         self.setup = setup
@@ -119,6 +149,10 @@ class DecodeSampler:
         # the indexer's cache of DeepSeek-V4 mixes rows up once it has more than it may look at
         self.logprobs_match = (algorithm.exact_when_decoded(setup.cfg) and trunk.decoding_of(
             setup.loaded.lm) is not trunk.Decoding.LIBRARY)
+        # a reward that computes in a thread meanwhile would break the recording of CUDA graphs: it
+        # may wait for the device, or draw random numbers there
+        self.records = (setup.backend.device.type in token_graph.DEVICES
+                        and setup.cfg.hardware.cuda_graphs and setup.cfg.reward.overlap != "always")
 
     @contextmanager
     def acting(self, policy: Policy) -> Iterator[Policy]:
@@ -136,10 +170,6 @@ class DecodeSampler:
             with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
                 yield policy
 
-    def method(self, lm: Any) -> trunk.Decoding:
-        """How a model is decoded, as determined when it was loaded."""
-        return trunk.decoding_of(lm)
-
     def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
         """As :class:`Sampler`.
@@ -147,8 +177,10 @@ class DecodeSampler:
         Raises:
             ConfigError: the model is in parts, and decodes whole only.
         """
-        setup, lm, method = self.setup, model.lm, self.method(model.lm)
+        setup, lm, method = self.setup, model.lm, trunk.decoding_of(model.lm)
         seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
+        if self.by_library and method is trunk.Decoding.STEPS:
+            method = trunk.Decoding.LIBRARY
         in_parts = backend.zero_stage == 3 and is_sharded(lm)
         if in_parts and method is not trunk.Decoding.STEPS:
             # such models read weights past the layers that would gather them
@@ -158,46 +190,40 @@ class DecodeSampler:
                               fix="set hardware.gather_for_generation=true")
         limits = None if spec.length_range is None else (
             lengths(seed, prompts.episodes, *spec.length_range))
-
         decoder = Decoder(lm, spec, setup.tokenizer, start, model.value_head, model.split,
-                          make_stop_check(stop, at_once),
-                          records=records(setup.cfg, backend.device),
+                          partial(check_stop, stop, at_once), records=self.records,
                           all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
-        done = 0
+        parts = decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
+                       at_once=at_once, chunk=chunk, method=method)
         with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
-            for out in stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
-                                      at_once=at_once, chunk=chunk, method=method),
-                               backend.autocast):
-                rows = slice(done, done + len(out))
+            done = 0
+            for out in stepped(parts, backend.autocast):
+                rows = slice(done, done + len(out.tokens))
                 yield single_turn(prompts.tokens[rows], prompts.mask[rows], out, start)
                 done = rows.stop
-
 
     @contextmanager
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
                  stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
-        """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episode_sampler`).
-
-        Args:
-            contexts: [N] ids to begin with, behind which more may follow in the first turn.
-            episodes: [N] numbers of the samples.
-        """
-        setup, lm = self.setup, model.lm
+        """As :class:`Sampler`."""
+        setup, lm, method = self.setup, model.lm, trunk.decoding_of(model.lm)
         decoder = Decoder(lm, spec, setup.tokenizer, None, model.value_head,
-                          poll=make_stop_check(stop, len(contexts)),
-                          records=records(setup.cfg, setup.backend.device))
+                          poll=partial(check_stop, stop, len(contexts)), records=self.records)
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
+        if self.by_library and method is trunk.Decoding.STEPS:
+            method = trunk.Decoding.LIBRARY
         with packed_weights(lm, DTYPES[setup.backend.precision]):
-            keeps = (self.method(lm) is trunk.Decoding.STEPS and allows_gaps(lm)
-                     and not spec.looks_back)
+            keeps = method is trunk.Decoding.STEPS and allows_gaps(lm) and not spec.looks_back
             yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast).speak if keeps else
-                   decoded_turns(decoder, noise, self.method(lm), setup.backend.autocast))
+                   decoded_turns(decoder, noise, method, setup.backend.autocast))
 
 
 class TransformersSampler(DecodeSampler):
     """transformers' own ``generate`` for every model, prompts of one length at a time; the same
     random numbers give the same samples as our loop, up to rounding."""
+
+    by_library = True
 
     def __init__(self, setup: SamplerSetup) -> None:
         super().__init__(setup)
@@ -205,11 +231,6 @@ class TransformersSampler(DecodeSampler):
             raise ConfigError("transformers' generate would leave the virtual tokens of prefix and "
                               "prompt tuning out.", where="rollout.engine",
                               fix="set rollout.engine=decode, or model.peft.type=lora")
-
-    def method(self, lm: Any) -> trunk.Decoding:
-        """As :class:`DecodeSampler`."""
-        found = trunk.decoding_of(lm)
-        return trunk.Decoding.LIBRARY if found is trunk.Decoding.STEPS else found
 
 
 def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[T]:

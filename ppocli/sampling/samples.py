@@ -39,9 +39,6 @@ class Generation:
     """[B, Q + R - 1, D] what entered a layer that was asked for, of every token but the last, in
     the places of the left-padded prompts; on the device"""
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     @property
     def ids(self) -> list[list[int]]:
         """[B] lists of the sampled ids."""
@@ -137,6 +134,8 @@ def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows
     A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
     that mark words by a leading space would lose that space on a response decoded alone.
     """
+    if not spec.stop_sequences:
+        return _texts_behind(tokenizer, prompt_ids, responses)
     early = [max(spec.min_new_tokens - 1, 0)] * len(responses)
     return [text[:cut] for text, cut in
             texts_and_stops(tokenizer, prompt_ids, responses, spec.stop_sequences, early)]
@@ -153,12 +152,15 @@ def texts_and_stops(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
             these doesn't stop it.
     """
     texts = _texts_behind(tokenizer, prompt_ids, responses)
-    soon = [""] * len(texts) if not (stop_sequences and any(early)) else _texts_behind(
+    soon = [""] * len(texts) if not any(early) else _texts_behind(
         tokenizer, prompt_ids, [ids[:n] for ids, n in zip(responses, early, strict=True)])
-    settled = [len(commonprefix(pair))  # noqa: RUF071 - character by character is what is wanted
-               for pair in zip(texts, soon, strict=True)]
-    return [(text, _first_stop(text, stop_sequences, past))
-            for text, past in zip(texts, settled, strict=True)]
+    texts_and_places: list[tuple[str, int | None]] = []
+    for text, early_text in zip(texts, soon, strict=True):
+        past = len(commonprefix((text, early_text)))  # noqa: RUF071 - character by character
+        # where each stop begins that ends behind so many characters
+        places = [text.find(stop, max(past - len(stop) + 1, 0)) for stop in stop_sequences]
+        texts_and_places.append((text, min((i for i in places if i >= 0), default=None)))
+    return texts_and_places
 
 
 def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
@@ -183,20 +185,16 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
     return all_places
 
 
-def _first_stop(text: str, stops: Sequence[str], past: int) -> int | None:
-    """Where the first of the stops begins that ends behind so many characters."""
-    places = [text.find(stop, max(past - len(stop) + 1, 0)) for stop in stops]
-    return min((place for place in places if place >= 0), default=None)
-
-
 def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -> list[str]:
     """As :func:`decode_responses`, untrimmed."""
     if not responses:
         return []
-    together = tokenizer.batch_decode([list(p) + list(r) for p, r in
-                                       zip(prompt_ids, responses, strict=True)],
-                                      skip_special_tokens=True)
-    prompts = tokenizer.batch_decode([list(p) for p in prompt_ids], skip_special_tokens=True)
-    return [whole[len(prompt):] if whole.startswith(prompt) else
-            tokenizer.decode(list(ids), skip_special_tokens=True)
-            for whole, prompt, ids in zip(together, prompts, responses, strict=True)]
+    rows: list[list[int]] = []
+    for prompt_row, response_row in zip(prompt_ids, responses, strict=True):
+        rows += [*prompt_row, *response_row], [*prompt_row]
+    decoded = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    texts = []
+    for whole, prompt, ids in zip(decoded[::2], decoded[1::2], responses, strict=True):
+        texts.append(whole[len(prompt):] if whole.startswith(prompt) else
+                     tokenizer.decode(list(ids), skip_special_tokens=True))
+    return texts

@@ -119,11 +119,11 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """
     if logits.device.type != "cpu" or logits.shape[-1] <= NUCLEUS:
         return _kept(logits, *logits.sort(dim=-1, descending=True), top_p)[0]
-    found, enough = _kept(logits, *logits.topk(NUCLEUS, dim=-1), top_p)
+    restricted, enough = _kept(logits, *logits.topk(NUCLEUS, dim=-1), top_p)
     if not bool(enough.all()):
         rest = logits[~enough]
-        found[~enough] = _kept(rest, *rest.sort(dim=-1, descending=True), top_p)[0]
-    return found
+        restricted[~enough] = _kept(rest, *rest.sort(dim=-1, descending=True), top_p)[0]
+    return restricted
 
 
 def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_p: float
@@ -136,8 +136,8 @@ def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_
     probabilities = torch.exp(ordered - torch.logsumexp(logits, -1, keepdim=True))
     sums = probabilities.cumsum(-1)
     ordered = ordered.masked_fill(sums - probabilities >= top_p, float("-inf"))
-    found = torch.full_like(logits, float("-inf")).scatter_(-1, order, ordered)
-    return found, sums[:, -1] >= top_p
+    restricted = torch.full_like(logits, float("-inf")).scatter_(-1, order, ordered)
+    return restricted, sums[:, -1] >= top_p
 
 
 def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
@@ -160,12 +160,11 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
     restricted = _restrict(logits, spec, position, stops, seen)
-    total: torch.Tensor | None = None
     if spec.do_sample:
         tokens, total = inverse_transform(restricted, uniform)
     else:
         tokens = restricted.argmax(-1)
-    if total is None or restricted is not logits:
+    if not spec.do_sample or restricted is not logits:
         total = torch.logsumexp(logits, -1)
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - total
 
@@ -206,5 +205,5 @@ def lengths(seed: int, episodes: Sequence[int], low: int, high: int) -> np.ndarr
     """[len(episodes)] int64, a whole number from ``low`` to ``high`` (both included) per sample:
     the longest its response may become. TRL's ``LengthSampler`` (``trl/core.py``, v0.11) draws one
     per batch and excludes ``high``."""
-    drawn = uniform(seed, LENGTHS, episodes, 1)[:, 0]
-    return low + np.minimum((drawn * (high - low + 1)).astype(np.int64), high - low)
+    noise = uniform(seed, LENGTHS, episodes, 1)[:, 0]
+    return low + np.minimum((noise * (high - low + 1)).astype(np.int64), high - low)

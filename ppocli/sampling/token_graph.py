@@ -91,7 +91,7 @@ class TokenGraph:
         most += -most % 8  # rows of matrices that kernels for tensor cores can read
         self.state, self.live, self.fed = state, live, 0
         self.column = transformers_internals.hold_room(live.cache, most)
-        self.seen = torch.zeros(len(live), most, dtype=torch.bool, device=live.rows.device)
+        self.seen = torch.zeros(len(live.rows), most, dtype=torch.bool, device=live.rows.device)
         self.seen[:, :width] = True if live.attention is None else live.attention[:, :width]
         self.width = width
         live.positions = live.positions[:, -1:].clone()
@@ -117,7 +117,8 @@ class TokenGraph:
             (self._feed if self.recorded is None else self.recorded.replay)()
         self.fed += 1
         self.live.youngest += 1
-        self.state.decoder.watch(self.state.tokens, self.state.mask)
+        if self.state.decoder.watch is not None:
+            self.state.decoder.watch(self.state.tokens, self.state.mask)
 
     def release(self) -> None:
         """Make the rows such that others can join them, and some leave."""

@@ -23,7 +23,7 @@ from ppocli.sampling.samples import Generation
 class _Steering:
     """What transformers' loop asks after each forward pass over the rows of one prompt length."""
 
-    drawn: DecodeState
+    state: DecodeState
     rows: torch.Tensor
     done: torch.Tensor
     t: int = 0
@@ -34,21 +34,22 @@ class _Steering:
     def scores(self, _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """A logits processor that leaves transformers no choice: [g, V], 0 for the token that was
         chosen, else -inf."""
-        drawn, lm = self.drawn, self.drawn.decoder.lm
+        state, lm = self.state, self.state.decoder.lm
         hidden = self.entered[-1][:, -1] / state_scale(lm) if self.entered else None
         self.entered.clear()
-        chosen, self.done = drawn.add(self.rows, torch.full_like(self.rows, self.t), self.done,
+        chosen, self.done = state.add(self.rows, torch.full_like(self.rows, self.t), self.done,
                                       logits, hidden)
         self.t += 1
-        drawn.decoder.watch(drawn.tokens, drawn.mask)
+        if state.decoder.watch is not None:
+            state.decoder.watch(state.tokens, state.mask)
         return torch.full_like(logits, float("-inf")).scatter_(1, chosen[:, None], 0.0)
 
     def stop(self, *_: Any, **__: Any) -> torch.Tensor:
         """A stopping criterion, [g] bool: all rows end together, since a row that is said to have
         ended is fed on all the same."""
-        over = self.t >= self.drawn.decoder.spec.max_new_tokens or bool(self.done.all())
+        over = self.t >= self.state.decoder.spec.max_new_tokens or bool(self.done.all())
         if not over:
-            self.drawn.decoder.poll()
+            self.state.decoder.poll()
         return torch.full_like(self.done, over)
 
 
@@ -56,38 +57,38 @@ class _Steering:
 def _no_defaults(lm: Any) -> Iterator[None]:
     """The model's own generation settings are never used to sample; transformers lays them under
     whatever it is given."""
-    own = lm.generation_config
+    defaults = lm.generation_config
     lm.generation_config = transformers.GenerationConfig()
     try:
         yield
     finally:
-        lm.generation_config = own
+        lm.generation_config = defaults
 
 
-def _draw(drawn: DecodeState, prompts: torch.Tensor, rows: torch.Tensor, *, cached: bool) -> None:
+def _draw(state: DecodeState, prompts: torch.Tensor, rows: torch.Tensor, *, cached: bool) -> None:
     """Decode rows whose prompts are equally long.
 
     Args:
         prompts: [g, n], none of them padded.
         rows: [g] their places among all.
     """
-    decoder, done = drawn.decoder, torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    steering, lm = _Steering(drawn, rows, done), decoder.lm
-    given: dict[str, Any] = {"inputs": prompts}
+    decoder, done = state.decoder, torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    steering, lm = _Steering(state, rows, done), decoder.lm
+    inputs: dict[str, Any] = {"inputs": prompts}
     if decoder.start is not None or "attention_mask" in inspect.signature(lm.forward).parameters:
-        given["attention_mask"] = torch.ones_like(prompts)
+        inputs["attention_mask"] = torch.ones_like(prompts)
     # the processor lets one token through
     config = transformers.GenerationConfig(
         max_new_tokens=decoder.spec.max_new_tokens, do_sample=False, num_beams=1,
         use_cache=cached, decoder_start_token_id=decoder.start)
     tap = nullcontext() if decoder.value_head is None else (
         lm.get_output_embeddings().register_forward_pre_hook(
-            lambda _, given: steering.entered.append(given[0])))
+            lambda _, arguments: steering.entered.append(arguments[0])))
     with _no_defaults(lm), tap:
         decoder.poll()
         lm.generate(generation_config=config, synced_gpus=False,
                     logits_processor=transformers.LogitsProcessorList([steering.scores]),
-                    stopping_criteria=transformers.StoppingCriteriaList([steering.stop]), **given)
+                    stopping_criteria=transformers.StoppingCriteriaList([steering.stop]), **inputs)
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
         cached: whether the model's cache is right; else each token takes a pass over all before it.
     """
     width, device = prompt_tokens.shape[1], decoder.lm.base_model.device
-    drawn = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    state = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
     lengths = prompt_mask.sum(1)
     for start in range(0, len(lengths), chunk):
         end = min(start + chunk, len(lengths))
@@ -111,6 +112,6 @@ def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
             together = lengths[first:min(first + at_once, end)]
             for length in together.unique().tolist():
                 rows = first + (together == length).nonzero().squeeze(-1)
-                _draw(drawn, prompt_tokens[rows][:, width - length:].to(device), rows.to(device),
+                _draw(state, prompt_tokens[rows][:, width - length:].to(device), rows.to(device),
                       cached=cached)
-        yield drawn.generation(slice(start, end))
+        yield state.generation(slice(start, end))

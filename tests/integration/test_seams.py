@@ -67,6 +67,7 @@ class Broken(Pairs):
 class Silent(Sampler):
     def __init__(self, setup): pass
     def acting(self, policy): pass
+    def converse(self, *args, **kwargs): pass
 
 
 class Open(Whole):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ppocli.errors import ConfigError
 from ppocli.runs import faults
 from ppocli.sampling.sampler import SamplerSetup
 from ppocli.sampling.samples import Generation, Samples, single_turn
@@ -33,6 +34,10 @@ class Whole:
             parts = [self._drawn(prompts.rows(rows[i:i + at_once]), spec, stream, model, stop)
                      for i in range(0, len(rows), at_once)]
             yield Samples.joined(parts)
+
+    def converse(self, *_, **__):
+        raise ConfigError("Whole plays no episodes.", where="rollout.engine, env.fn",
+                          fix="use rollout.engine=decode")
 
     @torch.no_grad()
     def _drawn(self, prompts, spec, stream, model, stop) -> Samples:

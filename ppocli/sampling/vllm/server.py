@@ -84,22 +84,22 @@ class Server:
                     continue
                 raise Lost(str(error)) from error
             status, content = answer.status_code, answer.content
-            said = f"{self.url}{path} answered {status}"
+            reply = f"{self.url}{path} answered {status}"
             if status not in BUSY or attempt == TRIES - 1:
                 break
             pause = max(2.0**attempt, retry_after(answer, LONGEST_PAUSE))
-            log.warning("%s; trying again in %g s", said, pause)
+            log.warning("%s; trying again in %g s", reply, pause)
             time.sleep(pause)
         if status >= 500 or status in BUSY:
-            raise Lost(f"{said}: {_message(content)}")
+            raise Lost(f"{reply}: {_message(content)}")
         if status != 200:
-            raise _refused(f"{said}: {_message(content)}", _REMEDIES.get(status, HOW_TO))
+            raise _refused(f"{reply}: {_message(content)}", _REMEDIES.get(status, HOW_TO))
         if len(content) > most:
-            raise _refused(f"{said} with more than {most} bytes.")
+            raise _refused(f"{reply} with more than {most} bytes.")
         try:
             return json.loads(content or b"null")
         except (ValueError, RecursionError):
-            raise _refused(f"{said} with what is no JSON: {_message(content)}") from None
+            raise _refused(f"{reply} with what is no JSON: {_message(content)}") from None
 
     def check(self, name: str, tokens: int) -> None:
         """Make sure that the run's own model is served, at its length.
@@ -111,12 +111,12 @@ class Server:
         Raises:
             Lost, SamplerError.
         """
-        found = self.ask("/v1/models", timeout=LOOK)
+        listing = self.ask("/v1/models", timeout=LOOK)
         try:
-            models = {str(one["id"]): int(one.get("max_model_len") or 0) for one in found["data"]}
+            models = {str(one["id"]): int(one.get("max_model_len") or 0) for one in listing["data"]}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _refused(f"{self.url} answered no list of models ({error!r}): "
-                           f"{shorten(json.dumps(found))}") from None
+                           f"{shorten(json.dumps(listing))}") from None
         if name not in models:
             raise _refused(f"{self.url} serves {', '.join(models) or 'no model'}; this run's is "
                            f"{name}.")
@@ -127,8 +127,8 @@ class Server:
     def holds(self, version: str) -> bool:
         """Whether it has this version of the weights."""
         with suppress(Lost):
-            found = self.ask("/weight_info", timeout=LOOK)
-            return isinstance(found, dict) and found.get("weight_version") == version
+            info = self.ask("/weight_info", timeout=LOOK)
+            return isinstance(info, dict) and info.get("weight_version") == version
         return False
 
     def load(self, send: Callable[[], None], version: str) -> None:
@@ -155,8 +155,8 @@ class Server:
         Raises:
             Lost, SamplerError.
         """
-        found = self.ask("/collective_rpc", {"method": method, "kwargs": words})
-        results = found.get("results") if isinstance(found, dict) else None
+        reply = self.ask("/collective_rpc", {"method": method, "kwargs": words})
+        results = reply.get("results") if isinstance(reply, dict) else None
         return results if isinstance(results, list) else []
 
     def generate(self, ids: Sequence[int], params: Mapping[str, Any]) -> Answer:
@@ -169,32 +169,32 @@ class Server:
             Lost, SamplerError.
         """
         limit = int(params["max_tokens"])
-        found = self.ask("/inference/v1/generate", most=ANSWER + A_TOKEN * limit, body={
+        reply = self.ask("/inference/v1/generate", most=ANSWER + A_TOKEN * limit, body={
             "token_ids": list(ids),
             "sampling_params": {"n": 1, "logprobs": 0, **self._bias, **params}})
         try:
-            choice, = found["choices"]
-            said = [int(one) for one in choice["token_ids"]]
+            choice, = reply["choices"]
+            tokens = [int(one) for one in choice["token_ids"]]
             content, reason = choice["logprobs"]["content"], choice["finish_reason"]
             logprobs = [float(one["logprob"]) for one in content]
             versions = [str(one["version"]) for one in choice["weight_versions"]]
-            same = [one["token_id"] for one in content] == said
+            same = [one["token_id"] for one in content] == tokens
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _refused(f"{self.url} answered no response with logprobs and weight versions "
-                           f"({error!r}): {shorten(json.dumps(found))}") from None
+                           f"({error!r}): {shorten(json.dumps(reply))}") from None
         if reason == "abort":
             raise _refused(f"{self.url} has broken a response off: somebody else uses it.",
                            "give each run servers of its own")
-        if not same or not 0 < len(said) <= limit or (reason != "stop" and len(said) < limit):
-            raise _refused(f"{self.url} answered {len(said)} tokens of at most {limit} with "
+        if not same or not 0 < len(tokens) <= limit or (reason != "stop" and len(tokens) < limit):
+            raise _refused(f"{self.url} answered {len(tokens)} tokens of at most {limit} with "
                            f"{len(logprobs)} logprobs ({reason}).")
-        for one, logprob in zip(said, logprobs, strict=True):
+        for one, logprob in zip(tokens, logprobs, strict=True):
             # NaN is in no range; what is certain may be rounded to a little more than 0
             if (one in self._absent or not 0 <= one < self._rows
                     or not -math.inf < logprob < 1e-2):
                 raise _refused(f"{self.url} answered token {one} with logprob {logprob}, which its "
                                "model can't have said.")
-        return Answer(said, logprobs, reason == "stop", versions)
+        return Answer(tokens, logprobs, reason == "stop", versions)
 
 
 def _refused(what: str, fix: str = HOW_TO) -> SamplerError:
@@ -243,7 +243,7 @@ class Dealing:
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        found = []
+        answers = []
         with self._changed:
             for row in rows:
                 while row not in self._answers:
@@ -254,8 +254,8 @@ class Dealing:
                         self._closed = True
                         raise self._none_left()
                     self._changed.wait(POLL_SECONDS)
-                found.append(self._answers[row])
-        return found
+                answers.append(self._answers[row])
+        return answers
 
     def close(self) -> None:
         """Ask for nothing more."""
@@ -265,21 +265,21 @@ class Dealing:
 
     def _serve(self, server: Server) -> None:
         while (row := self._next(server)) is not None:
-            found: Answer | BaseException
+            result: Answer | BaseException
             try:
-                found = self._ask(server, row)
+                result = self._ask(server, row)
             except BaseException as error:
-                found = error
+                result = error
             with self._changed:
-                if isinstance(found, Lost):
+                if isinstance(result, Lost):
                     if not server.lost:
-                        log.warning("%s; its responses are asked for elsewhere", found)
-                    server.lost = server.lost or str(found)
+                        log.warning("%s; its responses are asked for elsewhere", result)
+                    server.lost = server.lost or str(result)
                     self._waiting.appendleft(row)
-                elif isinstance(found, BaseException):
-                    self._failed = found
+                elif isinstance(result, BaseException):
+                    self._failed = result
                 else:
-                    self._answers[row] = found
+                    self._answers[row] = result
                 self._changed.notify_all()
 
     def _next(self, server: Server) -> int | None:

@@ -25,7 +25,7 @@ from ppocli.models.policy import Policy
 from ppocli.models.trunk import vocabulary_of
 from ppocli.runs.daemon import in_daemon
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, make_stop_check
+from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, check_stop
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec, lengths, uniform
 from ppocli.sampling.vllm import server_process
@@ -145,8 +145,8 @@ class VllmSampler(DecodeSampler):
             logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
         ours = self._vocabulary.cut(
             logits, self._vocabulary.gaps_on(logits.device)).log_softmax(-1).cpu()
-        said = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
-        off = (said - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - said
+        logprobs = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
+        off = (logprobs - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - logprobs
         most = MOST_OFF[self.setup.cfg.hardware.precision]
         if not float(off.mean()) <= most:
             raise SamplerError(
@@ -166,10 +166,11 @@ class VllmSampler(DecodeSampler):
             yield from super().sample(prompts, spec, stream, model, stop, at_once=at_once,
                                       chunk=chunk)
             return
-        begun, look = self.begin(prompts, spec, stream), make_stop_check(stop, len(prompts))
+        begun = self.begin(prompts, spec, stream)
         with closing(begun.dealing):
             for start in range(0, len(prompts), chunk):
-                yield begun.take(slice(start, start + chunk), look)
+                yield begun.take(slice(start, start + chunk),
+                                 partial(check_stop, stop, len(prompts)))
 
     def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
               ) -> "Begun":
@@ -178,8 +179,8 @@ class VllmSampler(DecodeSampler):
         Args:
             ahead: they are taken later: weights that are sent before then wait for them.
         """
-        asked = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
-        begun = Begun(prompts, self.deal(asked, sampling_params(
+        rows = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+        begun = Begun(prompts, self.deal(rows, sampling_params(
             spec, self.setup.cfg.seed, stream, prompts.episodes)))
         self._ahead = begun if ahead else self._ahead
         return begun
@@ -191,8 +192,8 @@ class VllmSampler(DecodeSampler):
         if self._is_policy(model):
             yield self._turns(episodes, spec, stream, stop.check)
             return
-        with super().converse(contexts, episodes, spec, stream, model, stop) as found:
-            yield found
+        with super().converse(contexts, episodes, spec, stream, model, stop) as conversation:
+            yield conversation
 
     def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
                poll: Callable[[], None]) -> Conversation:
@@ -204,7 +205,8 @@ class VllmSampler(DecodeSampler):
                                       turn=turns[row], limits=[limit])[0]
                       for row, limit in zip(rows, limits, strict=True)]
             turns.update(rows)
-            return self.answer(contexts, params, poll)
+            with closing(self.deal(contexts, params)) as dealing:
+                return generation_of(dealing.take(range(len(contexts)), poll))
 
         return answer
 
@@ -213,32 +215,28 @@ class VllmSampler(DecodeSampler):
             raise RuntimeError("servers have no weights of a policy outside of acting()")
         return not model.reference
 
-    def answer(self, contexts: TokenRows, params: Sequence[Mapping[str, Any]],
-               poll: Callable[[], None]) -> Generation:
-        """What servers say to these ids, all of it.
+    def answer(self, contexts: TokenRows, spec: SamplingSpec, seed: int, stream: int,
+               episodes: Sequence[int], poll: Callable[[], None]) -> Generation:
+        """As :class:`ppocli.sampling.prompting.Servers`."""
+        with closing(self.deal(contexts, sampling_params(spec, seed, stream, episodes))) as dealing:
+            return generation_of(dealing.take(range(len(contexts)), poll))
+
+    def deal(self, contexts: TokenRows, params: Sequence[Mapping[str, Any]]) -> Dealing:
+        """Have the servers answer these ids with the weights that they have now.
 
         Args:
             params: of :func:`sampling_params`, a row's each.
-            poll: called every now and then; may raise to stop.
-
-        Raises:
-            SamplerError: no server is left, or what one says makes no sense.
         """
-        with closing(self.deal(contexts, params)) as dealing:
-            return generation_of(dealing.take(range(len(contexts)), poll))
-
-    def deal(self, asked: TokenRows, params: Sequence[Mapping[str, Any]]) -> Dealing:
-        """Have the servers answer these ids with the weights that they have now."""
         version = self.version
 
         def ask(server: Server, row: int) -> Answer:
-            answer = server.generate(asked[row], params[row])
+            answer = server.generate(contexts[row], params[row])
             if set(answer.versions) != {version}:
                 raise Lost(f"{server.url} has sampled with weights {' and '.join(answer.versions)} "
                            f"instead of {version}: it was started anew, or another run uses it")
             return answer
 
-        return Dealing([one for one in self.servers if not one.lost], ask, len(asked),
+        return Dealing([one for one in self.servers if not one.lost], ask, len(contexts),
                        self.setup.cfg.rollout.concurrency, self._none_left)
 
     def _none_left(self) -> SamplerError:
@@ -325,7 +323,7 @@ def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequen
               "stop_token_ids": list(spec.stop_ids), "stop": list(spec.stop_sequences),
               "detokenize": bool(spec.stop_sequences)}
     return [{**common, "max_tokens": limit, "min_tokens": min(spec.min_new_tokens, limit),
-             "seed": own} for limit, own in zip(limits, seeds, strict=True)]
+             "seed": row_seed} for limit, row_seed in zip(limits, seeds, strict=True)]
 
 
 def generation_of(answers: Sequence[Answer]) -> Generation:

@@ -26,15 +26,15 @@ def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str
     """The state dict of a causal LM, LoRA's products added, in the type that servers compute in.
     Output embeddings that are the input ones are there a second time."""
     state = lm.state_dict() if adapter is None else merged_tensors(adapter)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     places = set[int]()
     for name, tensor in state.items():
         sent = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
         if sent.data_ptr() in places:
             sent = sent.clone()
         places.add(sent.data_ptr())
-        found[name] = sent
-    return found
+        tensors[name] = sent
+    return tensors
 
 
 class WeightsFolder:
