@@ -21,16 +21,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config import size_limited
+from ppocli.config import keys, size_limited
 from ppocli.config.gone import without_gone_keys
-from ppocli.config.keys import (
-    free_mapping_of,
-    joined_paths,
-    key_for,
-    row_paths,
-    schema_keys,
-    takes_escapes,
-)
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
@@ -63,7 +55,7 @@ def schema_node() -> DictConfig:
 def _schema_node() -> DictConfig:
     # a copy is made in a fraction of the time that OmegaConf takes for a node from dataclasses
     node = OmegaConf.structured(TrainConfig)
-    for key in schema_keys().values():
+    for key in keys.schema_keys().values():
         if key.kind == "mapping":
             OmegaConf.set_struct(OmegaConf.select(node, key.name), False)
     return node
@@ -144,7 +136,7 @@ def read_config(path: Path) -> TrainConfig:
                               where=str(path), fix=fix) from error
     except OmegaConfBaseException as error:
         name = str(error.full_key or "")
-        hint = did_you_mean(name, list(schema_keys())) if name not in schema_keys() else ""
+        hint = "" if keys.key_for(name) else did_you_mean(name, list(keys.schema_keys()))
         raise CheckpointError(
             f"{path} doesn't fit this version of ppocli: {name}: "
             f"{first_line(error.msg or error)}{hint}", where=str(path), fix=fix) from error
@@ -214,14 +206,14 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     folder of that name exists, or if they start with ``.``, ``/`` or ``~``.
     """
     def those(what: str) -> list[tuple[str, Any]]:
-        return [(name, operator.attrgetter(name)(config)) for name, key in schema_keys().items()
-                if key.metadata["holds"] == what]
+        names = [name for name, key in keys.schema_keys().items() if key.metadata["holds"] == what]
+        return [(name, operator.attrgetter(name)(config)) for name in names]
 
     return with_values(config, {
         **{key: _absolute(value, key == "output_dir") for key, value in those("path")
            if isinstance(value, str) and value != MISSING},
-        **{key: joined_paths([_absolute(each, "://" not in each and glob.has_magic(each))
-                              for each in row_paths(value)])
+        **{key: keys.joined_paths([_absolute(each, "://" not in each and glob.has_magic(each))
+                              for each in keys.row_paths(value)])
            for key, value in those("rows") if isinstance(value, str)},
         **{key: _absolute_function(value) for key, value in those("code")},
         **{key: _absolute_values(value) for key, value in those("arguments")},
@@ -272,9 +264,9 @@ def leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     mappings."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        schema_key = schema_keys().get(key)
+        schema_key = keys.schema_keys().get(key)
         descend = schema_key is None or (schema_key.kind == "mapping" and bool(value))
-        if isinstance(value, dict) and descend and free_mapping_of(key) is None:
+        if isinstance(value, dict) and descend and keys.free_mapping_of(key) is None:
             yield from leaves(f"{key}.", value)
         else:
             yield key, value
@@ -311,7 +303,7 @@ def classify_change(key: str) -> ChangeKind:
     steps already planned have the same result. ``accepted``: training goes on differently from
     here, as the user asked.
     """
-    schema_key = key_for(key)
+    schema_key = keys.key_for(key)
     policy = schema_key and schema_key.metadata["on_resume"]
     if policy == "harmless" or key.startswith(_HARMLESS_SECTIONS):
         return "harmless"
@@ -327,7 +319,7 @@ def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, An
     return [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])
             if key not in _PLACE and before.get(key) != after.get(key)
             # an empty free mapping on one side only says that its keys, listed apart, came or went
-            and ((key in before and key in after) or free_mapping_of(f"{key}.x") != key)]
+            and ((key in before and key in after) or keys.free_mapping_of(f"{key}.x") != key)]
 
 
 # As words, in Hydra's grammar but without Hydra ---------------------------------------------------
@@ -366,7 +358,7 @@ def mapping_words(values: Mapping[str, Any], within: str = "") -> list[str]:
     words: list[str] = []
     for key, value in values.items():
         name = f"{within}{key}"
-        free = name in schema_keys() and schema_keys()[name].kind == "mapping"
+        free = name in keys.schema_keys() and keys.schema_keys()[name].kind == "mapping"
         words += (mapping_words(value, f"{name}.") if isinstance(value, Mapping) and not free
                   else [_word(name, dict(value) if free and value is not None else value)])
     return words
@@ -379,7 +371,7 @@ def training_command(config: TrainConfig, *more: str) -> str:
 
 
 def _word(name: str, value: Any) -> str:
-    if takes_escapes(name):
+    if keys.takes_escapes(name):
         value = each_text(value, escaped)
     return f"{name}={value if isinstance(value, str) and _safe(value) else _literal(value)}"
 

@@ -141,7 +141,7 @@ def placed(checked: "Checked", launched: Launched) -> "Checked":
             fix="leave it out; or start one process, and ppocli starts the ranks")
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return replace(checked, config=replace(checked.config, hardware=replace(
-        hardware, **decided, node_rank=0, rdzv_endpoint=None,
+        hardware, num_processes=each, num_nodes=world // each, node_rank=0, rdzv_endpoint=None,
         device="cpu" if on_cpu else hardware.device)))
 
 

@@ -127,16 +127,16 @@ def _run(start: Start, local: LocalRanks, run: Callable[[list[str]], None]) -> R
         except OSError as error:
             raise PpocliError(f"A process of the run couldn't be started: {error}",
                               where=command[0]) from error
-        error = conclude(local, launchers.read_outcomes(local.reports),
-                         launchers.read_reports(local.reports, "phase"), _go_on(start))
-    if error is None:
+        failure = conclude(local, launchers.read_outcomes(local.reports),
+                           launchers.read_reports(local.reports, "phase"), _go_on(start))
+    if failure is None:
         model = start.run_dir / "model"
         return RunOutcome(start.run_dir, model if model.is_dir() else None,
                           read_json(start.run_dir / "summary.json"), next(iter(signals), None))
-    if local.several_nodes and not isinstance(error, StoppedError):
+    if local.several_nodes and not isinstance(failure, StoppedError):
         with suppress(OSError):
             mark.write_text(f"{secrets.token_hex(4)} {local.hardware.node_rank}")
-    raise error
+    raise failure
 
 
 def _attend(local: LocalRanks, ending: Future[None], signals: list[int], mark: Path) -> None:
