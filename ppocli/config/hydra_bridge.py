@@ -109,6 +109,10 @@ class Entry(NamedTuple):
     file: str
 
 
+# a release of Hydra without it fails here: files would not be searched for secrets
+_COMPOSE_FILES = ConfigLoaderImpl._compose_config_from_defaults_list
+
+
 class Loader(ConfigLoaderImpl):
     """Hydra's loader, which lists the settings of the files that it composes."""
 
@@ -119,7 +123,7 @@ class Loader(ConfigLoaderImpl):
                                            repo: IConfigRepository) -> DictConfig:
         self.files = [entry for default in defaults for entry in _settings(default, repo)]
         secrets.refuse_secrets(self.files)
-        return super()._compose_config_from_defaults_list(defaults, repo)
+        return _COMPOSE_FILES(self, defaults, repo)
 
 
 def _settings(default: ResultDefault, repo: IConfigRepository) -> Iterator[Entry]:
