@@ -257,8 +257,7 @@ CLI = (
         "integration/test_cli_sweep_show.py",
         ("worst_job_first", "cli/sweep_show.py", "else -job.reward_mean", "else job.reward_mean",
          "test_order_and_means_of_every_value"),
-        ("unfinished_jobs_count", "cli/sweep_show.py",
-         'if job["status"] == "finished"', 'if job["status"] != "planned"',
+        ("every_job_counted", "cli/sweep_show.py", '"jobs": len(finished)', '"jobs": len(jobs)',
          "test_order_and_means_of_every_value")),
     *noticed_by(
         "integration/test_cli_terminal.py",
@@ -266,7 +265,7 @@ CLI = (
          "test_columns_that_do_not_fit_are_left_out_whole")),
     *noticed_by(
         "integration/test_cli_chat.py",
-        ("newest_turn_dropped", "cli/chat.py", "del self.turns[0]", "del self.turns[-1]",
+        ("dropped_turns_not_counted", "cli/chat.py", "self.dropped += 1", "self.dropped += 0",
          "test_the_oldest_turns_are_dropped_and_it_is_said_once")),
     *noticed_by(
         "integration/test_cli_generate.py",
