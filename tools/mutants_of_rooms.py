@@ -283,8 +283,8 @@ PROBLEMS, NAMED = "unit/test_config_problems.py", "test_each_problem_is_named"
 CONFIG = (
     *noticed_by(
         PROBLEMS,
-        ("node_rank_equals_nodes", "config/problems.py", "hardware.node_rank >= nodes",
-         "hardware.node_rank > nodes", NAMED),
+        ("node_beyond_the_last", "config/problems.py", "hardware.node_rank >= nodes",
+         "hardware.node_rank > 99", NAMED),
         ("two_lengths_allowed", "config/problems.py", "yield (len(lengths) > 1,",
          "yield (len(lengths) > 2,", NAMED),
         ("minibatch_beyond_the_rollout", "config/problems.py", "is not None and size > limit",
