@@ -283,15 +283,15 @@ PROBLEMS, NAMED = "unit/test_config_problems.py", "test_each_problem_is_named"
 CONFIG = (
     *noticed_by(
         PROBLEMS,
-        ("node_beyond_the_last", "config/problems.py", "hardware.node_rank >= nodes",
-         "hardware.node_rank > 99", NAMED),
+        ("wrong_value_named_twice", "config/problems.py",
+         "if broken and not bad.intersection(names):", "if broken:",
+         "test_a_wrong_value_is_not_also_a_contradiction"),
         ("two_lengths_allowed", "config/problems.py", "yield (len(lengths) > 1,",
          "yield (len(lengths) > 2,", NAMED),
         ("minibatch_beyond_the_rollout", "config/problems.py", "is not None and size > limit",
          "is not None and size > 1000 * limit", NAMED),
-        ("offloaded_without_zero", "config/problems.py",
-         "getattr(hardware, name) and stage < lowest", "getattr(hardware, name) and stage < 0",
-         NAMED)),
+        ("nothing_to_replace", "config/problems.py", 'reward.penalty_mode == "replace"',
+         'reward.penalty_mode == "never"', NAMED)),
     *noticed_by(
         "unit/test_typed_texts.py",
         ("backslashes_counted_wrong", "config/text.py", "if len(backslashes) % 2 else letter)",
