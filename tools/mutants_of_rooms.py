@@ -257,8 +257,7 @@ CLI = (
         "integration/test_cli_sweep_show.py",
         ("worst_job_first", "cli/sweep_show.py", "else -job.reward_mean", "else job.reward_mean",
          "test_order_and_means_of_every_value"),
-        ("unfinished_jobs_count", "cli/sweep_show.py",
-         'if job["status"] == "finished"', 'if job["status"] != "planned"',
+        ("every_job_counted", "cli/sweep_show.py", '"jobs": len(finished)', '"jobs": len(jobs)',
          "test_order_and_means_of_every_value")),
     *noticed_by(
         "integration/test_cli_terminal.py",
@@ -266,7 +265,7 @@ CLI = (
          "test_columns_that_do_not_fit_are_left_out_whole")),
     *noticed_by(
         "integration/test_cli_chat.py",
-        ("newest_turn_dropped", "cli/chat.py", "del self.turns[0]", "del self.turns[-1]",
+        ("dropped_turns_not_counted", "cli/chat.py", "self.dropped += 1", "self.dropped += 0",
          "test_the_oldest_turns_are_dropped_and_it_is_said_once")),
     *noticed_by(
         "integration/test_cli_generate.py",
@@ -284,15 +283,15 @@ PROBLEMS, NAMED = "unit/test_config_problems.py", "test_each_problem_is_named"
 CONFIG = (
     *noticed_by(
         PROBLEMS,
-        ("node_rank_equals_nodes", "config/problems.py", "hardware.node_rank >= nodes",
-         "hardware.node_rank > nodes", NAMED),
+        ("wrong_value_named_twice", "config/problems.py",
+         "if broken and not bad.intersection(names):", "if broken:",
+         "test_a_wrong_value_is_not_also_a_contradiction"),
         ("two_lengths_allowed", "config/problems.py", "yield (len(lengths) > 1,",
          "yield (len(lengths) > 2,", NAMED),
         ("minibatch_beyond_the_rollout", "config/problems.py", "is not None and size > limit",
          "is not None and size > 1000 * limit", NAMED),
-        ("offloaded_without_zero", "config/problems.py",
-         "getattr(hardware, name) and stage < lowest", "getattr(hardware, name) and stage < 0",
-         NAMED)),
+        ("nothing_to_replace", "config/problems.py", 'reward.penalty_mode == "replace"',
+         'reward.penalty_mode == "never"', NAMED)),
     *noticed_by(
         "unit/test_typed_texts.py",
         ("backslashes_counted_wrong", "config/text.py", "if len(backslashes) % 2 else letter)",
