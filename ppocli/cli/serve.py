@@ -129,6 +129,7 @@ def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServ
     if not host:  # to the system that is every address
         raise ConfigError("The address to listen on is empty.", where="--host", fix=fix)
     try:
+        socket.getaddrinfo(host, port)
         return RewardServer(host, port, reward, **settings)
     except socket.gaierror as error:
         raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",

@@ -77,7 +77,7 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
         process.stdout.close()
         with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as gone:
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            head = f"POST /score HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
             gone.sendall((head + body).encode())
             wait_for((world / "begun").exists, process)
         (world / "begun").unlink()
