@@ -24,7 +24,7 @@ from ppocli.config.command_words import ACCEPT_CHANGES, COMMAND_LINE, Words, for
 from ppocli.config.config_yaml import CONFIG_FILE, schema_node, typed
 from ppocli.config.import_guard import TRUST
 from ppocli.config.precedence import apply_precedence, overruled
-from ppocli.config.problems import Problem, find_problems, raise_problems
+from ppocli.config.problems import Problem, find_problems, raise_problems, unknown_key
 from ppocli.config.text import first_line, parts_of, short_path, shown
 from ppocli.errors import CheckpointError, ConfigError
 
@@ -225,8 +225,8 @@ def _word_problem(error: ConfigCompositionException, override: Override,
         value = dict(_settings_of(override)).get(key)
     if (schema_key := keys.key_for(key)) is None:
         task = next((str(entry.value) for entry in reversed(files) if entry.key == "task.fn"), None)
-        problem = keys.why_unknown(key, task)
-    elif text.startswith("Could not append"):
+        return unknown_key(key, COMMAND_LINE, task)
+    if text.startswith("Could not append"):
         problem = "there is such an item already, + can't add it: leave the + out"
     elif text.startswith("Could not delete"):
         problem = "can't be removed: " + (f"it is not {shown(value)}" if "The value of" in text
@@ -235,21 +235,13 @@ def _word_problem(error: ConfigCompositionException, override: Override,
         problem = "a key can't be removed; leave it out, or set it to another value"
     else:
         problem = keys.why_wrong(schema_key, key, value)
-    return Problem(key, problem, COMMAND_LINE,
-                   "wrong-type" if key in _names() else "unknown-key")
-
-
-def _names() -> set[str]:
-    """Keys and sections."""
-    return {*keys.schema_keys(), *keys.schema_sections()}
+    return Problem(key, problem, COMMAND_LINE, "wrong-type")
 
 
 def _file_problems(error: ConfigCompositionException, files: Sequence[hydra_bridge.Entry]
                    ) -> list[Problem]:
     """All keys in files that don't exist; without any, the first value of a wrong type."""
-    unknown = [Problem(key, keys.why_unknown(key), file,
-                       "wrong-type" if key in _names() else "unknown-key")
-               for key, _, file in files if keys.key_for(key) is None]
+    unknown = [unknown_key(key, file) for key, _, file in files if keys.key_for(key) is None]
     wrong = re.sub(r"\[.*", "", str(getattr(error.__context__, "full_key", None) or ""))
     key, entry = keys.key_for(wrong), next((each for each in reversed(files) if each.key == wrong),
                                            None)

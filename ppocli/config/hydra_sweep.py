@@ -29,7 +29,7 @@ from ppocli.config import hydra_bridge, keys, schema
 from ppocli.config.command_words import COMMAND_LINE, Setting, Words, read_setting
 from ppocli.config.compose import Composed, compose_here
 from ppocli.config.config_yaml import mapping_words, quoted, schema_node
-from ppocli.config.problems import Problem, raise_problems, range_problems
+from ppocli.config.problems import Problem, raise_problems, range_problems, unknown_key
 from ppocli.errors import ConfigError
 
 
@@ -363,6 +363,6 @@ def _sweep_words(loader: hydra_bridge.Loader, overrides: list[str]) -> _Swept:
                 if option not in (*options, "null") and option[:1] != "[" and "/" not in option:
                     raise hydra_bridge.unknown_option(name, option, options)
         elif swept and keys.key_for(name) is None:
-            unknown.append(Problem(name, keys.why_unknown(name), COMMAND_LINE, "unknown-key"))
+            unknown.append(unknown_key(name, COMMAND_LINE))
     return _Swept(tuple(itertools.product(*axes.values())) if is_grid else None, ranges, groups,
                   unknown)

@@ -16,7 +16,15 @@ from typing import Any, Self
 from omegaconf import MISSING
 
 from ppocli.config import adapters, algorithm, sampling, schema, schema_training, tasks
-from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys
+from ppocli.config.keys import (
+    Key,
+    Rules,
+    free_mapping_of,
+    is_import_path,
+    schema_keys,
+    schema_sections,
+    why_unknown,
+)
 from ppocli.config.schema_run import TRACKERS
 from ppocli.config.text import did_you_mean, shown
 from ppocli.errors import ConfigError
@@ -46,6 +54,13 @@ class Problem:
         if not colon or not (_ASSIGNMENT.search(words) or words.startswith("pip install ")):
             return self, None
         return replace(self, text=what), words
+
+
+def unknown_key(key: str, source: str, task: str | None = None) -> Problem:
+    """The problem with a key that doesn't exist, or is a section; ``task`` as for
+    :func:`ppocli.config.keys.named_elsewhere`."""
+    return Problem(key, why_unknown(key, task), source,
+                   "wrong-type" if key in schema_sections() else "unknown-key")
 
 
 _MOST = 2**53
