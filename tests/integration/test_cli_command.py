@@ -62,7 +62,8 @@ def test_usage_errors_are_2_on_stderr_without_traceback(words, said, typed):
     ("ppocli train seed=x 2>&-", 2), ("ppocli recipes show quickstart >/dev/full", 6),
     ("ppocli recipes show quickstart | true; exit ${PIPESTATUS[0]}", 141),
     ("ppocli chat <&-", 2),
-    ("PYTHONIOENCODING=ascii ppocli recipes list --json | python3 -m json.tool", 0)])
+    pytest.param("PYTHONIOENCODING=ascii ppocli recipes list --json | python3 -m json.tool", 0,
+                 marks=pytest.mark.slow)])
 def test_closed_and_full_streams(line, code, tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/caf\u00e9.yaml").write_text("# @package _global_\n")
