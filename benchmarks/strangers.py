@@ -76,9 +76,10 @@ def trained(world: Path, seed: int, rate: str, episodes: int, words: list[str], 
 
 
 def interval(values: list[float], digits: int) -> str:
-    """Mean, and half the width of its 95 % interval."""
-    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values)) \
-        if len(values) in STUDENT else math.nan
+    """Mean, and with two to nine runs half the width of its 95 % interval."""
+    if len(values) not in STUDENT or math.isnan(fmean(values)):
+        return f"{fmean(values):.{digits}f}"
+    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values))
     return f"{fmean(values):.{digits}f} ± {half:.{digits}f}"
 
 

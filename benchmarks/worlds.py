@@ -226,8 +226,8 @@ def download(package: str, folder: Path) -> Path:
 
 
 def sentences(folder: Path) -> None:
-    """10,605 sentences of film reviews, which twenty people each have rated from -4 to 4, from the
-    source archive of vaderSentiment; the kind that is rewarded are those rated above 0."""
+    """The 7,700 sentences of film reviews of up to 24 words, which twenty people each have rated
+    from -4 to 4, from the source archive of vaderSentiment; those rated above 0 are rewarded."""
     with tempfile.TemporaryDirectory() as place:
         with tarfile.open(download("vaderSentiment==2.5", Path(place))) as archive:
             archive.extractall(place, filter="data")

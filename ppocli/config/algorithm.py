@@ -28,6 +28,13 @@ def needs_critic(config: schema.TrainConfig) -> bool:
     return tasks.task_name(config) not in tasks.DATA_TASKS and estimator_of(config.ppo).needs_critic
 
 
+def steers_rate(ppo: schema.PPOConfig) -> bool:
+    """Whether the learning rate follows ``ppo.step_kl``: the first update of a step measures
+    nothing yet, so that there must be two."""
+    return ppo.step_kl is not None and (
+        ppo.ppo_epochs > 1 or ppo.num_rollouts > ppo.mini_batch_size)
+
+
 def kl_in(ppo: schema.PPOConfig) -> str:
     """``reward`` or ``loss``."""
     return ppo.kl_in or estimator_of(ppo).kl_in

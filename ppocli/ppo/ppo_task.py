@@ -13,7 +13,7 @@ from ppocli.config import algorithm, schema, schema_training
 from ppocli.models.loading import chat_template
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
-from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics
+from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics, step_size
 from ppocli.ppo.experience import after_step
 from ppocli.ppo.losses import PPOLoss
 from ppocli.ppo.policy_evaluation import evaluate, reference_responses
@@ -23,6 +23,7 @@ from ppocli.runs.episode import Sample, transcript_turns
 from ppocli.training import task
 from ppocli.training.build_models import saved_policy
 from ppocli.training.state import TrainState
+from ppocli.training.updates import lr_factor
 
 log = logging.getLogger("ppocli")
 
@@ -102,7 +103,12 @@ class PPOTask(task.Task):
                      and state.step < self.cfg.ppo.value_pretrain_steps)
         experience = step.to_experience(
             batch, ppo_state, self.cfg, progress=self.share_done(state), pretrains=pretrains)
-        return step.plan_updates(self.session, experience, state.step, ppo_state.mixed_in)
+        plan = step.plan_updates(self.session, experience, state.step, ppo_state.mixed_in)
+        if not algorithm.steers_rate(self.cfg.ppo):
+            return plan
+        # a value function with a rate of its own keeps it
+        roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
+        return replace(plan, rate_factors=dict.fromkeys(roles, ppo_state.rate))
 
     def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
@@ -143,6 +149,11 @@ class PPOTask(task.Task):
         are counted."""
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
+        if cfg.ppo.step_kl is not None and algorithm.steers_rate(cfg.ppo):
+            shape = lr_factor(cfg.ppo.scheduler, state.updates,
+                              self.length.total_updates(cfg, state))
+            after = replace(after, rate=step_size.next_rate(
+                before.rate, step_metrics.step_kl(result), cfg.ppo.step_kl * shape**2))
         if self.session.examples is not None:
             after = replace(after, mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
         extras, tokens = batch.extras, int(batch.sequences.mask.sum())

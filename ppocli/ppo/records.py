@@ -15,6 +15,7 @@ from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences
 from ppocli.ppo.losses import LossOptions
 from ppocli.ppo.shaping import RunningMoments
+from ppocli.ppo.step_size import FIRST_RATE
 from ppocli.runs.episode import Episode, turn_numbers
 
 POLICY, CRITIC = "all", "critic"
@@ -231,6 +232,8 @@ class PPOState:
     the number ``TrainState.episodes + left_out``"""
     mixed_in: int = 0
     """examples of ``ppo.ptx.data`` that the steps so far have passed"""
+    rate: float = FIRST_RATE
+    """factor on the learning rate where ``ppo.step_kl`` steers it"""
     decoding_differs: bool = False
     """a step's first ratios were off 1: old logprobs come from forward passes since"""
 

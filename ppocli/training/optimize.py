@@ -47,6 +47,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
                  for group in trained.optimizer.param_groups}
     total_updates, started = task.length.total_updates(task.cfg, state), perf_counter()
     verdicts, first, rows = Counter[Verdict](), dict[str, dict[str, float]](), list[list[float]]()
+    made = dict[str, list[dict[str, float]]]()
     nonfinite, tokens, lr = state.nonfinite, 0, 0.0
     trained.module.train(task.cfg.model.gradient_checkpointing)
     for done, group in enumerate(groups):
@@ -54,7 +55,8 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         if ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
             stop.meet()
         tell(done, len(groups))
-        factors = {role: lr_factor(schedule, state.updates + verdicts[Verdict.STEP], total_updates)
+        factors = {role: plan.rate_factors.get(role, 1.0) * lr_factor(
+            schedule, state.updates + verdicts[Verdict.STEP], total_updates)
                    for role, schedule in schedules.items()}
         verdict, update_terms, norm, computed = _attempt(task, plan, group, (state.step, done),
                                                          factors)
@@ -63,6 +65,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         terms = dict(zip((*task.terms, "grad_norm"), values, strict=True))
         if verdict is Verdict.STEP and (verdict := task.judge(terms)) is Verdict.STEP:
             lr = trained.complete(factors)
+            made.setdefault(group.part, []).append(terms)
         verdicts[verdict] += 1
         tokens += computed
         nonfinite = nonfinite + 1 if verdict is Verdict.NONFINITE else 0
@@ -82,7 +85,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         verdicts[Verdict.STEP], verdicts[Verdict.SKIP] + verdicts[Verdict.NONFINITE], nonfinite,
         Verdict.STOP in verdicts, lr,
         {name: max(column) if name in task.maxima else reduce(add, column) / len(column)
-         for name, column in columns}, int(ranks.sum(torch.tensor(tokens))), first)
+         for name, column in columns}, int(ranks.sum(torch.tensor(tokens))), first, made)
 
 
 def _warn_nonfinite(task: Task, terms: dict[str, float], count: int, step: int) -> None:

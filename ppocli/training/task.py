@@ -105,6 +105,8 @@ class Plan:
     atoms: Any
     """the batch as :meth:`Task.loss` wants it, made once for all updates"""
     groups: Sequence[UpdateGroup]
+    rate_factors: Mapping[str, float] = field(default_factory=dict)
+    """by role of the optimizer's groups, a factor on the scheduled learning rate (default: 1)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ class OptimizeResult:
     first: dict[str, dict[str, float]] = field(default_factory=dict)
     """by :attr:`UpdateGroup.part` the terms of its first update that were finite, before that moved
     any weight"""
+    made: Mapping[str, Sequence[dict[str, float]]] = field(default_factory=dict)
+    """by :attr:`UpdateGroup.part` the terms of its updates in order, without skipped ones"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,87 @@
+"""The learning rate that ppo.step_kl steers: numbers worked by hand, and runs."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from sessions import planned, session_of, small_config
+
+from ppocli.config.algorithm import steers_rate
+from ppocli.config.schema_training import PPOConfig
+from ppocli.distributed.stop import StopFlag
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.records import PPOState
+from ppocli.ppo.step_size import next_rate, step_kl
+from ppocli.training.loop import initial_state
+from ppocli.training.optimize import optimize
+
+
+@pytest.mark.parametrize(("kls", "expected"), [
+    # the share of the whole that K updates see: sum over k < K of (k/K)^1.5
+    ([0.0, 1.0], 1.0 / 0.5 ** 1.5),
+    ([0.0, 1.0, 2.0], 3.0 / ((1 / 3) ** 1.5 + (2 / 3) ** 1.5)),
+    ([0.0, 0.3 / 8, 0.3 * 0.5 ** 1.5, 0.3 * 0.75 ** 1.5], 0.3),
+    # what the samples' policy was away at first is not this step's
+    ([0.5, 1.5], 1.0 / 0.5 ** 1.5),
+    ([0.2, 0.1], 0.0), ([0.4], 0.0), ([], 0.0)])
+def test_the_kl_of_a_step_by_hand(kls, expected):
+    assert step_kl(kls) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("rate", "kl", "target", "expected"), [
+    (0.1, 0.01, 0.04, 0.2), (2.0, 0.09, 0.01, 2.0 / 3.0),
+    (0.1, 1e-6, 1.0, 0.8), (4.0, 1e6, 1.0, 0.5),  # by 8 at most
+    (0.3, 0.0, 1.0, 0.3), (0.3, 0.1, 0.0, 0.3), (0.3, math.nan, 1.0, 0.3),
+    (0.3, math.inf, 1.0, 0.3)])
+def test_the_next_rate_by_hand(rate, kl, target, expected):
+    assert next_rate(rate, kl, target) == pytest.approx(expected)
+
+
+def steps_of(session, count: int):
+    """Each step's rate factor, its result and its figures."""
+    task, steps = PPOTask(session), []
+    state = initial_state(task)
+    for _ in range(count):
+        batch, plan = planned(task, state)
+        result = optimize(task, plan, state, StopFlag())
+        finished = task.finish(state, batch, plan, result)
+        steps.append((PPOState.from_json(state.task).rate, result, finished.row))
+        state = replace(state, step=state.step + 1, episodes=state.episodes + len(batch),
+                        updates=state.updates + result.updates, task=finished.state)
+    return steps
+
+
+def test_a_run_begins_with_a_tenth_of_its_rate_and_follows_the_kl(tmp_path):
+    cfg = small_config(tmp_path, ppo__step_kl=0.01, ppo__num_steps=4, ppo__scheduler__name="linear")
+    with session_of(cfg) as session:
+        (first, result, row), (second, later, _) = steps_of(session, 2)
+    kls = [terms["approx_kl"] + terms["ratio"] - 1.0 for terms in result.made["all"]]
+    assert (first, len(kls)) == (0.1, 8)
+    assert row["policy/step_kl"] == pytest.approx(step_kl(kls))
+    assert second == pytest.approx(next_rate(0.1, step_kl(kls), 0.01))
+    # the last of a step's updates, of 32 in a rate that falls linearly
+    assert result.lr == pytest.approx(1e-3 * 0.1 * (1 - 7 / 32))
+    assert later.lr == pytest.approx(1e-3 * second * (1 - 15 / 32))
+
+
+def test_a_value_function_with_a_rate_of_its_own_keeps_it(tmp_path):
+    cfg = small_config(tmp_path, ppo__step_kl=0.01, ppo__optimizer__value_lr=1e-3)
+    with session_of(cfg) as session:
+        assert planned(PPOTask(session))[1].rate_factors == {"policy": 0.1}
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-2])
+def test_whatever_rate_is_typed_the_steps_become_equal(tmp_path, lr):
+    """A rate that is 1000 times another, and KLs that would be a million times as large."""
+    cfg = small_config(tmp_path, ppo__step_kl=1e-3, ppo__num_steps=9, ppo__optimizer__lr=lr)
+    with session_of(cfg) as session:
+        kls = [row["policy/step_kl"] for _, _, row in steps_of(session, 9)]
+    assert 3e-4 < math.fsum(kls[-4:]) / 4 < 3e-3, kls
+
+
+@pytest.mark.parametrize(("sizes", "steered"), [
+    ({"ppo_epochs": 1, "mini_batch_size": 16}, False), ({"ppo_epochs": 2}, True),
+    ({"ppo_epochs": 1, "mini_batch_size": 8}, True), ({"step_kl": None}, False)])
+def test_one_update_a_step_measures_nothing_and_is_not_steered(sizes, steered):
+    assert steers_rate(PPOConfig(**{"num_rollouts": 16, "mini_batch_size": 16, "step_kl": 0.01,
+                                    **sizes})) == steered
