@@ -25,7 +25,7 @@ from typing import Any
 from machine import provenance
 from tables import marks, table, write_between
 
-from ppocli.evaluate.statistics import best_of_n, best_of_n_kl
+from ppocli.evaluation.statistics import best_of_n, best_of_n_kl
 
 ACCURACY, GAIN = 0.80, 0.25
 BEST_OF = (1, 2, 4, 8, 16, 32, 64, 128)

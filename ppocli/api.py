@@ -22,7 +22,7 @@ from ppocli.config.text import Say
 from ppocli.data.sources import as_list
 from ppocli.distributed.stop import StopFlag, catch_signals
 from ppocli.errors import ConfigError, InputError
-from ppocli.evaluate.eval_request import SAMPLES, EvalRequest
+from ppocli.evaluation.eval_request import SAMPLES, EvalRequest
 from ppocli.launch import launch, open_run_folder, target_config
 from ppocli.runs import trust as trust_of
 from ppocli.runs.atomic import read_json
@@ -30,7 +30,7 @@ from ppocli.runs.model_files import quiet_transformers, trained_with_template
 from ppocli.runs.target import find_target
 
 if TYPE_CHECKING:
-    from ppocli.evaluate.evaluation import Watch
+    from ppocli.evaluation.run_evaluation import Watch
     from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")
@@ -50,7 +50,7 @@ class TrainedRun:
 
     @cached_property
     def _player(self) -> Any:
-        from ppocli.evaluate.player import load_player
+        from ppocli.evaluation.player import load_player
         from ppocli.models.loading.model_config import policy_config
 
         cfg = config_yaml.read_config(self.run_dir / "config.yaml")
@@ -71,7 +71,7 @@ class TrainedRun:
         Raises:
             ConfigError: an unknown override, or prompts that are no list of texts.
         """
-        from ppocli.evaluate.player import changed_sampling
+        from ppocli.evaluation.player import changed_sampling
 
         cfg = config_yaml.read_config(self.run_dir / "config.yaml")
         generation = changed_sampling(cfg, sampling)
@@ -320,7 +320,7 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
         cfg = config_yaml.with_values(cfg, {"reward.fn": None})
     cfg = config_yaml.with_absolute_paths(cfg)
     with working as stop:
-        from ppocli.evaluate.evaluation import evaluate_rows, run_evaluation
+        from ppocli.evaluation.run_evaluation import evaluate_rows, run_evaluation
         from ppocli.training.task import PythonObjects
 
         if on_rows:

@@ -16,7 +16,7 @@ from ppocli.config.text import clean, figure
 from ppocli.distributed.standard_output import put
 from ppocli.distributed.stop import StopRequested, catch_signals
 from ppocli.errors import ConfigError, PpocliError
-from ppocli.evaluate.player import CHANGEABLE, Player, changed_sampling, scores_of
+from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
 from ppocli.rewards.scoring import Reward
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 

@@ -68,7 +68,7 @@ def evaluate(
       ppocli eval runs/PPO --against runs/SFT --reward my_rewards:score
     """
     from ppocli.api import carry_out
-    from ppocli.evaluate.eval_request import PICTURE, RESULT, SAMPLES, EvalRequest
+    from ppocli.evaluation.eval_request import PICTURE, RESULT, SAMPLES, EvalRequest
 
     if resume:
         raise ConfigError("Evaluations can't be resumed.", where="--resume",

@@ -84,7 +84,7 @@ def generate(
     cells, columns = read_prompts(prompts_file, column, lines, chat=chat)
     with working() as stopping, loaded(request, chosen, list(columns)) as (
             players, generation, judge):
-        from ppocli.evaluate.player import scores_of
+        from ppocli.evaluation.player import scores_of
 
         messages = with_system(cells, system)
         texts = [player.render(messages, chat=chat, tools=columns.get(

@@ -13,7 +13,7 @@ from ppocli.cli import options, output
 from ppocli.config import config_yaml, schema
 from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError
-from ppocli.evaluate.eval_request import BASE, EvalRequest
+from ppocli.evaluation.eval_request import BASE, EvalRequest
 from ppocli.launch.target_config import dated, target_config
 from ppocli.models.loading.chat_template import decide_chat, present, stop_clock, tokenizers_of
 from ppocli.runs import trust
@@ -21,7 +21,7 @@ from ppocli.runs.model_files import trained_with_template
 from ppocli.runs.target import Target, find_target
 
 if TYPE_CHECKING:
-    from ppocli.evaluate.player import Player
+    from ppocli.evaluation.player import Player
     from ppocli.rewards.scoring import Reward
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
@@ -182,7 +182,7 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
         RewardError: the reward can't be made.
     """
     from ppocli.distributed.backend import open_backend
-    from ppocli.evaluate.player import build_judge, load_player, served
+    from ppocli.evaluation.player import build_judge, load_player, served
     from ppocli.models.loading.model_config import policy_config
 
     # before anything is loaded
@@ -211,7 +211,7 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
     Raises:
         ConfigError: values out of range.
     """
-    from ppocli.evaluate.player import changed_sampling, own_sampling
+    from ppocli.evaluation.player import changed_sampling, own_sampling
 
     declared = {} if player is None else own_sampling(player.loaded)
     changes = {name: value for name, value in declared.items()

@@ -25,7 +25,7 @@ from ppocli.config.config_yaml import CONFIG_FILE, schema_node, typed
 from ppocli.config.import_guard import TRUST
 from ppocli.config.precedence import apply_precedence, overruled
 from ppocli.config.problems import Problem, find_problems, raise_problems, unknown_key
-from ppocli.config.text import first_line, parts_of, short_path, shown
+from ppocli.config.text import each_text, first_line, parts_of, short_path, shown
 from ppocli.errors import CheckpointError, ConfigError
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
@@ -258,7 +258,8 @@ def settle(node: DictConfig, sources: Mapping[str, str]) -> Iterator[Problem]:
             if OmegaConf.is_config(value := OmegaConf.select(node, name)):
                 value = OmegaConf.to_container(value, resolve=True)
             if key.kind == "sweep":
-                OmegaConf.update(node, name, key.converted(value), merge=False)
+                text_alone = each_text(key.converted(value), config_yaml.escape_interpolations)
+                OmegaConf.update(node, name, text_alone, merge=False)
             continue
         except InterpolationResolutionError as error:
             text, code = f"can't be resolved: {first_line(error)}", "unresolved"

@@ -91,7 +91,8 @@ def config_text(config: TrainConfig) -> str:
 
 def plain_values(config: TrainConfig) -> dict[str, Any]:
     """A configuration as nested mappings, from which OmegaConf reads the same values."""
-    return typing.cast(dict[str, Any], each_text(dataclasses.asdict(config), _plain))
+    return typing.cast(dict[str, Any], each_text(dataclasses.asdict(config),
+                                                  escape_interpolations))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -108,7 +109,7 @@ def yaml_text(values: Mapping[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _plain(text: str) -> str:
+def escape_interpolations(text: str) -> str:
     """``text`` in the form that OmegaConf reads back unchanged: ``${`` is text, not an
     interpolation."""
     return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text)
@@ -333,7 +334,7 @@ def quoted(text: str) -> str:
 
 def literal(text: str) -> str:
     """:func:`quoted`, and ``${`` in it is text too, not an interpolation."""
-    return quoted(_plain(text))
+    return quoted(escape_interpolations(text))
 
 
 def unquoted(text: str) -> str:

@@ -29,7 +29,7 @@ _loops = itertools.count()
 class LoopScores:
     """A reward function that returns the scores that the loop was given."""
 
-    told_as = "your loop"
+    display_name = "your loop"
     scores: Any = None
 
     def __call__(self, **columns: Any) -> Any:

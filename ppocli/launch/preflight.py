@@ -103,7 +103,8 @@ def try_first_step(cfg: TrainConfig, stop: StopFlag) -> list[str]:
                 "Out of memory in a small first step.", where="hardware, model.path",
                 fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
                     "prompts.max_length lower, or take a smaller model") from error
-        seconds = (f"{name} {spent:.1f}" for name, spent in clock.seconds.items())
+        seconds = (f"{name} {spent:.1f}" for name, spent in clock.seconds.items()
+                   if name != "other")
         return [*lines, f"seconds: {', '.join(seconds)}",
                 f"peak memory: {backend.peak_memory_mib():.0f} MiB"]
 

@@ -196,22 +196,16 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
                    ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
     terms, extras, returns = result.terms, experience.extras, experience.returns
-    figures: dict[str, float] = {}
-    for enabled, names in (
-            (True, _TERMS), (returns is not None, _CRITIC_TERMS),
-            # else only objective/entropy, the sampled estimate
-            (algorithm.wants_entropy(ppo), {"policy/entropy_avg": "entropy"}),
-            (extras.ref_logprobs is not None, {"loss/kl_avg": "kl"}),
-            (extras.imitated is not None, {"loss/positive_nll_avg": "nll"}),
-            (extras.examples is not None, {"loss/ptx": "ptx"}),
-            (ppo.dual_clip is not None, {"policy/dual_clipfrac_avg": "dual_clipfrac"})):
-        for name, term in names.items() if enabled else ():
-            figures[name] = terms.get(term, math.nan)
-    figures |= {"lr": result.lr, "updates_skipped": float(result.skipped),
-                "early_stopped": float(result.early_stopped)}
+
+    def named(names: Mapping[str, str]) -> dict[str, float]:
+        return {name: terms.get(term, math.nan) for name, term in names.items()}
+
+    figures = named(_TERMS) | {"lr": result.lr, "updates_skipped": float(result.skipped),
+                               "early_stopped": float(result.early_stopped)}
     if returns is not None:
         returns = returns.cpu()[experience.sequences.mask].double()
         variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+        figures |= named(_CRITIC_TERMS)
         figures |= {
             "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
@@ -219,6 +213,14 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
         figures["policy/step_kl"] = step_kl(result)
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.options.ent_coef
+    for enabled, names in (
+            # else only objective/entropy, the sampled estimate
+            (algorithm.wants_entropy(ppo), {"policy/entropy_avg": "entropy"}),
+            (extras.ref_logprobs is not None, {"loss/kl_avg": "kl"}),
+            (extras.imitated is not None, {"loss/positive_nll_avg": "nll"}),
+            (extras.examples is not None, {"loss/ptx": "ptx"}),
+            (ppo.dual_clip is not None, {"policy/dual_clipfrac_avg": "dual_clipfrac"})):
+        figures |= named(names) if enabled else {}
     return figures
 
 

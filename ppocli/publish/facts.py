@@ -16,7 +16,7 @@ from typing import Any
 from ppocli.config import config_yaml, schema, secrets, tasks
 from ppocli.config.text import finite_number, first_line
 from ppocli.errors import PpocliError
-from ppocli.evaluate.eval_request import read_result
+from ppocli.evaluation.eval_request import read_result
 from ppocli.publish.curves import curves_of, run_labels
 from ppocli.publish.sample_rows import samples_of, shown
 from ppocli.runs import atomic, manifest, retention, run_folder

@@ -10,7 +10,7 @@ from typing import Any
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import config_yaml, schema, secrets
-from ppocli.evaluate.eval_request import read_result
+from ppocli.evaluation.eval_request import read_result
 from ppocli.runs import hub
 from ppocli.runs.model_files import trained_with_template
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, read_run

@@ -65,6 +65,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         located = from_object(target, CodeSetting(
             getattr(target, "__qualname__", type(target).__qualname__), key, REWARD))
     call = located.target
+    located = _renamed(located, call)
     parameters = _parameters(call, located)
     if style == "auto":
         style = recognised([p.name for p in parameters])
@@ -105,10 +106,15 @@ def built(function: RewardFunction) -> RewardFunction:
         raise RewardError(f"Building {function.label} with {dict(function.init_kwargs)} failed: "
                           f"{error_line(error)}", where=raised_at(error, located.file),
                           fix=f"see {kwargs_key(located.key)}") from error
-    if isinstance(label := getattr(call, "display_name", None), str):
-        located = replace(located, spec=label, file=None, line=None)
+    located = _renamed(located, call)
     return replace(function, located=located, label=located.label, call=call,
                    parameters=_parameters(call, located))
+
+
+def _renamed(located: Located, call: Any) -> Located:
+    """The same under the ``display_name`` of a function object that has one."""
+    label = getattr(call, "display_name", None)
+    return replace(located, spec=label, file=None, line=None) if isinstance(label, str) else located
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:

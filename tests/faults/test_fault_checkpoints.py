@@ -117,7 +117,7 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
     again = replace(ran.config, resume="auto")
     typed = frozenset({str(again.reward.fn), str(again.reward.metric_fn)})
     with open_folder(Checked(Composed(again, typed=typed)), None, print) as start:
-        assert start.config() == again
+        assert start.config == again
     assert read_config(folder / "config.yaml") == ran.config
 
 

@@ -209,7 +209,7 @@ def test_the_same_command_goes_on_from_every_instant(each, command, world, monke
             assert_tidy(world / "runs")
             continue
         with open_folder(goes_on, None, print) as start:
-            assert start.config().resume == "auto"
+            assert start.config.resume == "auto"
             assert start.resume or not list((world / "runs").rglob(".tmp-*"))
 
 

@@ -10,7 +10,7 @@ from ppocli.cli.chat import Chat, Conversation
 from ppocli.cli.sampling_request import ChosenModels, SamplingRequest, find_models, sampling_of
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError
-from ppocli.evaluate.player import build_judge, changed_sampling, load_player
+from ppocli.evaluation.player import build_judge, changed_sampling, load_player
 
 # where a line begins, as an answer can contain "<bos> "; a terminal may be set up before it
 PROMPT = r"^(\x1b\[[0-9;?]*[A-Za-z])*> "

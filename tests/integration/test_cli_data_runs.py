@@ -12,7 +12,7 @@ from helpers import jsonl, read_json
 import ppocli
 from ppocli.config.config_yaml import read_config
 from ppocli.distributed import onednn
-from ppocli.errors import ConfigError
+from ppocli.errors import ConfigError, PpocliError
 from ppocli.runs import sweeps
 
 pytestmark = pytest.mark.usefixtures("beside_data_runs")
@@ -135,10 +135,10 @@ def test_samples_and_data_from_python(shared_world, capsys):
                        samples=[("we", " saw it ."), {"prompt": "we", "completion": " left ."}])
     assert "this is supervised fine-tuning" in capsys.readouterr().err
     assert read_config(run.run_dir / "config.yaml").data.path == "<python object>"
-    with pytest.raises(ppocli.api.PpocliError, match="its folder doesn't hold the data") as error:
+    with pytest.raises(PpocliError, match="its folder doesn't hold the data") as error:
         ppocli.evaluate(run.run_dir, ["data.val=0.5"])
     assert "data.val=FILE" in str(error.value)
-    with pytest.raises(ppocli.api.PpocliError, match="started from Python with data") as error:
+    with pytest.raises(PpocliError, match="started from Python with data") as error:
         ppocli.train([f"resume={run.run_dir}", "sft.num_updates=2"])
     assert f'ppocli.sft(["resume={run.run_dir}"], data=...)' in str(error.value)
     on = ppocli.sft([f"resume={run.run_dir}", "sft.num_updates=2"],

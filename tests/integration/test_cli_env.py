@@ -146,7 +146,7 @@ def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage, command)
 
 
 def test_a_loop_of_ones_own_has_no_environment(stage):
-    with pytest.raises(ConfigError, match="plays no environment"):
+    with pytest.raises(ConfigError, match="play environments"):
         PPOTrainer([word for word in playing() if "log_rollouts" not in word])
 
 

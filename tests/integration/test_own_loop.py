@@ -254,7 +254,7 @@ def test_processes_that_nobody_has_started_are_refused(loop_words, monkeypatch):
     with pytest.raises(ConfigError, match="chooses and scores its samples itself"):
         PPOTrainer([*loop_words, "ppo.advantage=rloo", "ppo.n=2", "ppo.dynamic_sampling=2"])
     for word in ("ppo.staleness=1", "ppo.old_logprobs=sampler", "ppo.importance.level=token"):
-        with pytest.raises(ConfigError, match="which policy they are of"):
+        with pytest.raises(ConfigError, match="which policy they come from"):
             PPOTrainer([*loop_words, word])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="starts no other processes"):

@@ -9,8 +9,8 @@ import pytest
 
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError
-from ppocli.evaluate.eval_request import EvalRequest, new_folder, read_result, refuse_existing
-from ppocli.evaluate.statistics import (
+from ppocli.evaluation.eval_request import EvalRequest, new_folder, read_result, refuse_existing
+from ppocli.evaluation.statistics import (
     best_of_n,
     best_of_n_kl,
     clustered_stderr,

@@ -250,13 +250,12 @@ def test_a_sampler_that_says_no_logprobs_is_refused(tmp_path, request, keys):
 class Foreign(DecodeSampler):
     """An engine whose logprobs are a hundredth of a nat below those of a forward pass."""
 
-    logprobs_match = False
-
     def __init__(self, setup):
-        self.setup = setup
+        super().__init__(setup)
+        self.logprobs_match = False
 
-    def sample(self, *given, **more):
-        for samples in super().sample(*given, **more):
+    def sample(self, *arguments, **more):
+        for samples in super().sample(*arguments, **more):
             yield replace(samples, logprobs=samples.logprobs - 0.01 * samples.mask)
 
 

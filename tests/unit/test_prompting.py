@@ -8,7 +8,7 @@ from helpers import save_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
-from ppocli.evaluate.player import changed_sampling, load_player
+from ppocli.evaluation.player import changed_sampling, load_player
 from ppocli.models.loading.model_config import policy_config
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids

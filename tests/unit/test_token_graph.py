@@ -63,7 +63,8 @@ def test_a_rollout_is_that_of_the_loop(tmp_path, recording, kind, name):
         assert recording
         assert all(graph.fed > 0 for graph in recording)
         made = len(recording)
-        cfg.hardware.cuda_graphs = False
+    cfg.hardware.cuda_graphs = False
+    with session_of(cfg, count_good) as session:
         wanted = rollout_of(session)
     assert len(recording) == made
     assert (found.response_mask.sum(1).unique().numel()) > 2

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ppocli.config.text import share_error
-from ppocli.evaluate.eval_request import Row
+from ppocli.evaluation.eval_request import Row
 from ppocli.ppo.policy_evaluation import evaluation_figures
 from ppocli.ppo.session import EvalSession
 from ppocli.ppo.step_metrics import mean

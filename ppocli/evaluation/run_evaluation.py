@@ -20,9 +20,9 @@ from ppocli.distributed.backend import Backend, open_backend
 from ppocli.distributed.stop import StopFlag, StopRequested
 from ppocli.environments.registry import code_files
 from ppocli.errors import ConfigError, OutOfMemoryError, PpocliError, StoppedError
-from ppocli.evaluate import eval_request as files
-from ppocli.evaluate import player, statistics
-from ppocli.evaluate.eval_request import EvalRequest, Row, base_target
+from ppocli.evaluation import eval_request as files
+from ppocli.evaluation import player, statistics
+from ppocli.evaluation.eval_request import EvalRequest, Row, base_target
 from ppocli.models.loading import model_config
 from ppocli.models.loading.chat_template import present, tells_date, tokenizers_of
 from ppocli.models.loading.load_adapters import tensors_digest

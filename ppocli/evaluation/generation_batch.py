@@ -52,14 +52,14 @@ def called(cfg: TrainConfig, arguments: Mapping[str, Any]
     say so.
 
     Args:
-        arguments: of :data:`ppocli.evaluate.player.CHANGEABLE`; or as TRL's scripts have them for
+        arguments: of :data:`ppocli.evaluation.player.CHANGEABLE`; or as TRL's scripts have them for
             transformers' ``generate``: ``top_k=0.0``, ``min_length=-1``, ``pad_token_id``,
             ``eos_token_id`` (-1: none).
 
     Raises:
         ConfigError: an unknown argument, or a value that makes no sense.
     """
-    from ppocli.evaluate.player import changed_sampling
+    from ppocli.evaluation.player import changed_sampling
 
     changes = {**arguments}
     changes.pop("pad_token_id", None)  # lengths say where a response ends
