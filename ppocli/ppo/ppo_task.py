@@ -152,8 +152,9 @@ class PPOTask(task.Task):
         if cfg.ppo.step_kl is not None and algorithm.steers_rate(cfg.ppo):
             shape = lr_factor(cfg.ppo.scheduler, state.updates,
                               self.length.total_updates(cfg, state))
+            moved = step_size.kl_of_updates(result.made.get(records.POLICY, ()))
             after = replace(after, rate=step_size.next_rate(
-                before.rate, step_metrics.step_kl(result), cfg.ppo.step_kl * shape**2))
+                before.rate, moved, cfg.ppo.step_kl * shape**2))
         if self.session.examples is not None:
             after = replace(after, mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
         extras, tokens = batch.extras, int(batch.sequences.mask.sum())

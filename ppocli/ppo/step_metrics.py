@@ -184,14 +184,6 @@ def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = 
     return dict(zip(columns, map(mean, columns.values()), strict=True))
 
 
-def step_kl(result: OptimizeResult) -> float:
-    """The KL by which the step moved the policy, nats per token: of the estimate
-    ``ratio - 1 - log ratio`` over the samples of the old policy, which is never negative and which
-    tokens that have all but vanished don't rule."""
-    return step_size.step_kl([terms["approx_kl"] + terms["ratio"] - 1.0
-                              for terms in result.made.get(POLICY, ())])
-
-
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
                    ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
@@ -210,7 +202,7 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
             "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
     if ppo.step_kl is not None:
-        figures["policy/step_kl"] = step_kl(result)
+        figures["policy/step_kl"] = step_size.kl_of_updates(result.made.get(POLICY, ()))
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.options.ent_coef
     for enabled, names in (

@@ -1,7 +1,7 @@
 """A learning rate that is steered by the KL by which the updates of a step move the policy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 FIRST_RATE = 0.1
 """share of the learning rate with which a steered run begins: Adam's first steps are as long as its
@@ -30,6 +30,13 @@ def step_kl(kls: Sequence[float]) -> float:
         return 0.0
     share = math.fsum((made / count) ** GROWTH for made in range(count))
     return max(math.fsum(kl - kls[0] for kl in kls), 0.0) / share
+
+
+def kl_of_updates(updates: Sequence[Mapping[str, float]]) -> float:
+    """The KL by which a step moved the policy, nats per token, from the loss terms of its updates:
+    of the estimate ``ratio - 1 - log ratio`` over the samples of the old policy, which is never
+    negative and which tokens that have all but vanished don't rule."""
+    return step_kl([terms["approx_kl"] + terms["ratio"] - 1.0 for terms in updates])
 
 
 def next_rate(rate: float, kl: float, target: float) -> float:
