@@ -341,8 +341,8 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
     command(
         "model=reviews", "prompts=reviews", "run_name=x", *SMALL,
         "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.ent_coef_end=0", "ppo.kl_in=loss",
-        "ppo.dual_clip=3", "ppo.positive_nll_coef=0.1", "ppo.importance.level=token",
-        "ppo.importance.reject.token_k3=1",
+        "ppo.dual_clip=3", "ppo.step_kl=0.04", "ppo.positive_nll_coef=0.1",
+        "ppo.importance.level=token", "ppo.importance.reject.token_k3=1",
         "ppo.ptx.coef=0.1", "ppo.ptx.data.path=texts.txt",
         "reward.missing_eos_penalty=0.1", "reward.fns.logs.fn=logs.py:score",
         "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
