@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 
 DOUBLE = '''\
@@ -69,6 +70,12 @@ def put_double(folder: Path, trouble: str = "") -> dict[str, str]:
     path = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path), "DOUBLE_TROUBLE": trouble,
             "DOUBLE_CALLS": str(folder / "calls.jsonl")}
+
+
+def forget_double() -> None:
+    """Let the next import look for wandb again, if the double is what was imported."""
+    if hasattr(sys.modules.get("wandb"), "note"):
+        del sys.modules["wandb"]
 
 
 def calls(folder: Path, name: str) -> list[dict]:

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 from helpers import jsonl, ppocli
 from runs import words
-from wandb_double import calls, installed, put_double, steps_of
+from wandb_double import calls, forget_double, installed, put_double, steps_of
+
+
+@pytest.fixture(autouse=True)
+def _no_double_is_left():
+    yield
+    forget_double()
 
 
 @pytest.mark.skipif(installed("wandb"), reason="wandb is installed")

@@ -13,7 +13,7 @@ import pytest
 from accelerate import PartialState
 from helpers import refused
 from runs import wait_for
-from wandb_double import calls, installed, put_double, steps_of
+from wandb_double import calls, forget_double, installed, put_double, steps_of
 
 from ppocli.config.schema import TrackingConfig
 from ppocli.errors import InputError, StoppedError
@@ -39,6 +39,8 @@ def _no_settings_of_a_person(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     PartialState(cpu=True)  # as a run has it by then
+    yield
+    forget_double()
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
