@@ -137,7 +137,10 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     overrides = OverridesParser.create().parse_overrides(
         [_without_plus(word, loader) for pair in pairs for word in pair[0]])
     _check_overrides(overrides)
-    problems: list[Problem] = []
+    # Hydra would merge an empty mapping into a section, and change nothing
+    problems = [Problem(each.key_or_group, keys.why_unknown(each.key_or_group), COMMAND_LINE,
+                        "wrong-type") for each in overrides
+                if each.value() == {} and each.key_or_group in keys.schema_sections()]
     while True:
         try:
             node = loader.load_configuration(name, [str(each.input_line) for each in overrides],

@@ -235,6 +235,7 @@ def test_each_wrong_word_has_its_problem():
         "prompts.length_sampler=[2,99999999999999999999]": "must be at most 9007199254740992",
         "hardware.num_threads=3000000000": "3000000000 must be >= 1 and <= 32768",
         "ppo.gamma=x": "ppo.gamma: x must be a number",
+        "ppo.scheduler={}": "ppo.scheduler: is a section, not a single value",
         "ppo.lam=nan": "ppo.lam: nan must be a finite number",
         "model.trust_remote_code=perhaps": "perhaps must be true or false",
         "ppo.optimizer.betas=0.9": "0.9 must be a list of numbers",
