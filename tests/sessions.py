@@ -16,8 +16,7 @@ from ppocli.data.prompt_set import PromptBatch
 from ppocli.distributed.backend import open_ranks
 from ppocli.distributed.stop import StopFlag
 from ppocli.models.layout import Sequences
-from ppocli.models.memory import Estimate, estimate
-from ppocli.models.outline import models_of
+from ppocli.models.memory import Estimate, estimate, models_of
 from ppocli.ppo.ppo_task import PPOTask
 from ppocli.ppo.records import Experience, PPOState, Rollout, RolloutExtras
 from ppocli.ppo.session import Session, build_session

@@ -52,9 +52,8 @@ def print_estimate(
     cfg = composed(overrides or [])
     from ppocli.config import tasks
     from ppocli.config.sampling import longest_rollout
-    from ppocli.models.memory import estimate
+    from ppocli.models.memory import estimate, models_of, read_config
     from ppocli.models.memory_check import advice, compared
-    from ppocli.models.outline import models_of, read_config
     from ppocli.runs.model_files import quiet_transformers
 
     quiet_transformers()
@@ -74,7 +73,7 @@ def print_estimate(
     if sizes == []:
         raise InputError("This system doesn't tell how much memory is free.", where="--available",
                          fix="give it: --memory GIB")
-    helps, title = advice(needed, cfg), {
+    helps, title = advice(cfg), {
         "model": cfg.model.path, "device": "cuda" if cuda else "cpu", "ranks": ranks,
         "prompt_tokens": tokens, "prompt_tokens_from": source, "new_tokens": new}
     fits = all(size <= free for size, _, free, _ in sizes or ())
@@ -96,8 +95,7 @@ def print_estimate(
     elif as_json and not fits:
         raise SystemExit(OutOfMemoryError.exit_code)
     elif not fits:
-        raise OutOfMemoryError(f"It doesn't fit: {verdict}.", fix=f"those that save most first: "
-                               f"{', '.join(helps)}" if helps else None)
+        raise OutOfMemoryError(f"It doesn't fit: {verdict}.", fix=", ".join(helps) or None)
 
 
 def composed(words: Sequence[str]) -> TrainConfig:

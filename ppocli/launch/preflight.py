@@ -23,7 +23,7 @@ from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError
 from ppocli.models.loading import model_config
 from ppocli.models.loading.language_model import fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
-from ppocli.models.outline import models_of
+from ppocli.models.memory import models_of
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo import records, reward_calls
 from ppocli.ppo.ppo_task import PPOTask

@@ -13,43 +13,53 @@ stage weights           gradients       Adam's state  in addition, fp32
 3     4 (n + t) / w     4 t / w         8 t / w       a bucket, and weights gathered for passes
 ===== ================= =============== ============= ========================================
 
-Activations: per token, a layer keeps the input and output of each of its linear layers, about half
-of that of frozen ones, in the type of products, and the fp32 input of each norm, twice for RMSNorm;
-and attention probabilities where the kernel keeps them. With gradient checkpointing a layer keeps
-its input alone.
+Activations: per token, a layer keeps the input and output of each of its linear layers, half of
+that of frozen ones, in the type of products, and some more for norms; and attention
+probabilities where the kernel keeps them. With gradient checkpointing a layer keeps its input.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from torch import nn
 
 from ppocli.builtin.names import BUILTIN_REWARDS
-from ppocli.config import algorithm, sampling, schema, tasks
+from ppocli.config import adapters, algorithm, sampling, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
-from ppocli.distributed.onednn import TORCH, choose_gemm, probe
+from ppocli.distributed.onednn import TORCH, choose_gemm
 from ppocli.errors import PpocliError
-from ppocli.models.head import CHUNK_BYTES as CHUNK
-from ppocli.models.head import DEVICE_CHUNK_BYTES as DEVICE_CHUNK
-from ppocli.models.head import KEPT_BYTES
-from ppocli.models.kernels import packed_size
-from ppocli.models.loading.language_model import DTYPES, frozen_dtype
-from ppocli.models.loading.model_config import reference_kind
-from ppocli.models.outline import CLASSIFIER, Models, outline
+from ppocli.models import policy
+from ppocli.models.head import CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
+from ppocli.models.kernels import PACKED_BYTES
+from ppocli.models.layer_stack import layer_stack
+from ppocli.models.loading import model_config
+from ppocli.models.loading.language_model import DTYPES, frozen_dtype, outline, read_config
+from ppocli.models.loading.load_adapters import attach, peft_config
 from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens, state_width
 from ppocli.rewards.resolve import MODEL_REWARDS
+from ppocli.runs.checkpoints import value_start
 
 QUANTIZED = {"8bit": 1, "4bit": 0.52}
 """bytes of a number: LLM.int8() (arXiv 2208.07339); QLoRA's double quantization (arXiv 2305.14314),
 half a byte, with 8 bits of scale for 64 numbers and 32 for 64 * 256"""
 STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0, "sgd": 0}
 """bytes of optimizer state per trained number; without Adafactor's sums of rows and columns"""
+NORMS = 1.15
+"""activations relative to the inputs and outputs of linear layers"""
 
-ACTIVATIONS, KV_CACHE = "activations", "keys and values (KV cache)"
-FROZEN = "states of frozen layers"
-"""names of lines"""
+
+class Models(NamedTuple):
+    """What a run trains, on torch's meta device; parameters that are frozen in the run are frozen
+    here."""
+
+    lm: Any
+    value_head: nn.Module | None
+    value_trunk: Any
+    """a value model's trunk, or the layers of a value branch"""
 
 
 class Part(NamedTuple):
@@ -58,12 +68,12 @@ class Part(NamedTuple):
     name: str
     parameters: int
     size: int
-    place: str = "device"
-    """``offloaded`` is in host memory while it isn't run; ``host``; ``elsewhere`` isn't counted"""
-    trained: int = 0
-    """parameters with a gradient and optimizer state"""
     gradients: int = 0
     state: int = 0
+    trained: int = 0
+    """parameters with a gradient and optimizer state"""
+    place: str = "device"
+    """``offloaded`` is in host memory while it isn't run; ``host``; ``elsewhere`` isn't counted"""
 
 
 class Line(NamedTuple):
@@ -107,6 +117,62 @@ class Estimate:
     disk: int
 
 
+# Models without weights ---------------------------------------------------------------------------
+
+def _outline(cfg: schema.ModelConfig, key: str, config: Any = None, kind: Any = None,
+             dtype: torch.dtype = torch.float32) -> Any:
+    config = config or read_config(cfg, key)
+    with torch.device("meta"):
+        return outline(cfg, key, config, kind or (
+            transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder
+            else transformers.AutoModelForCausalLM), dtype=dtype)
+
+
+def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
+    """What a run of ``cfg`` trains, without weights.
+
+    Args:
+        config: of ``model.path``, if it has been read already.
+
+    Raises:
+        InputError: a model is missing, transformers can't make a language model of it, or its
+            layers can't be told apart.
+        ConfigError: the adapter doesn't fit the model.
+    """
+    model, adapter, value = cfg.model, adapters.adapter_kind(cfg.model), cfg.model.value
+    dtype = cfg.hardware.weights if adapter is None else model.dtype or cfg.hardware.precision
+    auto, kind = None, value.kind if algorithm.needs_critic(cfg) else "none"
+    if tasks.task_name(cfg) == "reward_model":
+        auto = transformers.AutoModelForSequenceClassification
+        config = copy.deepcopy(config or read_config(model, "model.path"))
+        config.num_labels = 1
+    lm = _outline(model, "model.path", config, auto, DTYPES[dtype])
+    model_config.check_text_alone(lm)
+    head = trunk = None
+    with model_config.loading(f"outline of {model.path}", "model.path"):
+        if adapter is not None:
+            settings = peft_config(adapter, adapters.adapter_settings(model), tokenizer=model.path,
+                                   revision=model.revision, pair=lm.config.is_encoder_decoder)
+            with torch.device("meta"):
+                attach(lm, settings, seed=0)
+        policy.freeze_lower_layers(lm, model.num_layers_unfrozen)
+        if kind == "branch":
+            trunk = copy.deepcopy(layer_stack(lm)[-value.num_layers_unfrozen:]).requires_grad_(True)
+        elif kind == "model":
+            key = "model.value.path" if value.path else "model.path"
+            trunk = _outline(value_start(model), key, kind=transformers.AutoModel)
+            policy.freeze_lower_layers(trunk, value.num_layers_unfrozen)
+        if trunk is not None and value.freeze_attention:
+            policy.freeze_attention(trunk)
+        if kind != "none":
+            width = state_width(trunk if kind == "model" else lm)
+            with torch.device("meta"):
+                head = policy.ValueHead(width, torch.Generator())
+    return Models(lm, head, trunk)
+
+
+# The arithmetic -----------------------------------------------------------------------------------
+
 def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool, ranks: int,
              ranks_on_host: int, rewards: bool = True, new_tokens: int | None = None) -> Estimate:
     """What a run of ``cfg`` takes at its fullest.
@@ -122,41 +188,26 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
     Raises:
         ConfigError: DeepSpeed's file can't be read.
     """
-    trained, frozen, unknown = list(_trained(cfg, models)), list[Part](), dict[str, str]()
-    makers = {} if tasks.task_name(cfg) in tasks.DATA_TASKS else {
-        "reference": partial(_reference, cfg, models.lm)}
-    for key, fn, kwargs in schema.rewards_of(cfg.reward) if rewards else ():
-        if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
-            makers[f"reward {kwargs['model']}"] = partial(
-                _reward, cfg.model, f"{key}.kwargs.model", kwargs)
-        elif fn is not None and fn not in BUILTIN_REWARDS:
-            unknown[f"reward {fn}"] = "your function"
-    for name, make in makers.items():
-        try:
-            frozen += make()
-        except PpocliError as error:
-            unknown[name] = error.what
+    trained, (frozen, unknown) = list(_trained(cfg, models)), _frozen(cfg, models.lm, rewards)
     new = sampling.longest_rollout(cfg) if new_tokens is None else new_tokens
-    rows = pass_rows(cfg, prompt_tokens + new, ranks)
+    rows, stage = pass_rows(cfg, prompt_tokens + new, ranks), cfg.hardware.zero_stage
     weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
-    passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda, alone=ranks == 1))
-    rollout, update, host = (sum(column) for column in zip(*(
-        (line.rollout, line.update, line.host) for line in weights + passes), strict=True))
+    passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda))
     certain = max(sum(line.rollout for line in weights), sum(line.update for line in weights))
-    if not rows.accumulates and not cfg.hardware.zero_stage:  # activations go as gradients come
-        update -= min(sum(p.gradients for p in trained), sum(line.update for line in passes))
-    loaded = sum(p.size for p in trained + frozen if not p.name.startswith("reward")) * (
-        1 if cfg.hardware.zero_stage == 3 else ranks_on_host)
-    saved = [(p.gradients if cfg.model.peft and p.name == "policy" else p.size, p.state)
-             for p in trained]
-    checkpoint = sum(map(sum, saved)) + sum(p.size for p in frozen if p.name == "reference") * bool(
-        cfg.model.reference.sync_every)
+    rollout, update, host = (sum(line[i] for line in weights + passes) for i in (1, 2, 3))
+    if not rows.accumulates and not stage:  # activations go as gradients come
+        update -= min(sum(part.gradients for part in trained), sum(line.update for line in passes))
+    kept = [part for part in frozen if part.name == "reference"]
+    loaded = sum(part.size for part in trained + kept) * (1 if stage == 3 else ranks_on_host)
+    model = trained[0].gradients if cfg.model.peft else trained[0].size
+    checkpoint = model + trained[0].state + sum(part.size + part.state for part in trained[1:]) + (
+        sum(part.size for part in kept) if cfg.model.reference.sync_every else 0)
     keeps = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
-    return Estimate(
-        (*trained, *frozen), unknown, tuple(line for line in weights + passes if any(line[1:])),
-        rows, rollout, update, ranks_on_host * (host + (0 if cuda else max(rollout, update))),
-        loaded, certain, ranks_on_host * (host + (0 if cuda else certain)), checkpoint, saved[0][0],
-        keeps * checkpoint + saved[0][0])
+    return Estimate((*trained, *frozen), unknown, tuple(x for x in weights + passes if any(x[1:])),
+                    rows, rollout, update,
+                    ranks_on_host * (host + (0 if cuda else max(rollout, update))), loaded, certain,
+                    ranks_on_host * (host + (0 if cuda else certain)), checkpoint, model,
+                    keeps * checkpoint + model)
 
 
 def pass_rows(cfg: schema.TrainConfig, tokens: int, ranks: int) -> Rows:
@@ -178,14 +229,12 @@ def pass_rows(cfg: schema.TrainConfig, tokens: int, ranks: int) -> Rows:
     return Rows(rows, decoded, rows < share)
 
 
-# Weights ------------------------------------------------------------------------------------------
-
 def _count(weights: Iterable[Any]) -> int:
     return sum(p.numel() for p in weights)
 
 
 def _matrices(lm: Any) -> dict[str, Any]:
-    """Weights of linear layers by name, the output embedding's apart; of a value branch all."""
+    """Weights of linear layers by name, those of embeddings apart; of a value branch all."""
     tables = {id(table.weight) for table in (lm.get_input_embeddings(), lm.get_output_embeddings())
               if table is not None} if hasattr(lm, "config") else ()
     return {name: p for name, p in lm.named_parameters() if p.dim() > 1 and id(p) not in tables}
@@ -203,41 +252,51 @@ def _trained(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
             per_number = 4 if optimizer.name == "sgd" and optimizer.momentum else (
                 STATE[optimizer.name])
             # the fp32 master copy of a weight in bf16 has its other half in the state
-            yield Part(name, _count(weights), size, "device", _count(trained), sum(
-                p.nbytes for p in trained), sum(p.numel() * (per_number + 4 - p.itemsize)
-                                                for p in trained))
+            yield Part(name, _count(weights), size, sum(p.nbytes for p in trained),
+                       sum(p.numel() * (per_number + 4 - p.itemsize) for p in trained),
+                       _count(trained))
 
 
-def _reference(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
-    model, where, kind = cfg.model, cfg.model.reference, reference_kind(cfg.model)
+def _frozen(cfg: schema.TrainConfig, lm: Any, rewards: bool) -> tuple[list[Part], dict[str, str]]:
+    """The reference and models of rewards; and what isn't known of, with the reason."""
+    parts, unknown, model = list[Part](), dict[str, str](), cfg.model
+    where, kind = model.reference, model_config.reference_kind(model)
     place = "offloaded" if where.offload else {None: "device", "cpu": "host"}.get(
         where.device, "elsewhere")
-    if kind == "copy":
-        source = replace(model, path=where.path or model.path, revision=None)
-        whole = outline(source, "model.reference.path", None if where.path else lm.config)
-        yield _frozen("reference", whole.parameters(), frozen_dtype(model, cfg.hardware), place)
+    copies = []
+    if tasks.task_name(cfg) in tasks.DATA_TASKS:
+        pass
     elif kind == "shared":  # initial values of what trains
-        yield _frozen("reference", (p for p in lm.parameters() if p.requires_grad),
-                      DTYPES[cfg.hardware.weights], place)
-
-
-def _reward(model: schema.ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterator[Part]:
-    source = replace(model, path=str(kwargs["model"]), revision=kwargs.get("revision"),
-                     trust_remote_code=bool(kwargs.get("trust_remote_code")))
-    yield _frozen(f"reward {source.path}", outline(source, key, auto_class=CLASSIFIER).parameters(),
-                  DTYPES.get(str(kwargs.get("dtype")), torch.float32),
-                  "host" if kwargs.get("device") == "cpu" else "device")
-
-
-def _frozen(name: str, weights: Iterable[Any], dtype: torch.dtype, place: str) -> Part:
-    return Part(name, number := _count(weights), number * dtype.itemsize, place)
+        number = _count(p for p in lm.parameters() if p.requires_grad)
+        parts.append(Part("reference", number, number * DTYPES[cfg.hardware.weights].itemsize,
+                          place=place))
+    elif kind == "copy":
+        copies.append(("reference", replace(model, path=where.path or model.path, revision=None),
+                       "model.reference.path", None if where.path else lm.config, None,
+                       frozen_dtype(model, cfg.hardware), place))
+    for key, fn, kwargs in schema.rewards_of(cfg.reward) if rewards else ():
+        if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
+            copies.append((f"reward {kwargs['model']}", replace(
+                model, path=str(kwargs["model"]), revision=kwargs.get("revision"),
+                trust_remote_code=bool(kwargs.get("trust_remote_code"))), f"{key}.kwargs.model",
+                None, transformers.AutoModelForSequenceClassification,
+                DTYPES.get(str(kwargs.get("dtype")), torch.float32),
+                "host" if kwargs.get("device") == "cpu" else "device"))
+        elif fn is not None and fn not in BUILTIN_REWARDS:
+            unknown[f"reward {fn}"] = "your function"
+    for name, source, key, config, auto, dtype, place in copies:
+        try:
+            number = _count(_outline(source, key, config, auto).parameters())
+            parts.append(Part(name, number, number * dtype.itemsize, place=place))
+        except PpocliError as error:
+            unknown[name] = error.what
+    return parts, unknown
 
 
 def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Part], ranks: int, *,
                   cuda: bool) -> Iterator[Line]:
     hardware, stage = cfg.hardware, cfg.hardware.zero_stage
-    size, gradients, state = (sum(column) for column in zip(*(
-        (p.size, p.gradients, p.state) for p in trained), strict=True))
+    size, gradients, state = (sum(part[i] for part in trained) for i in (2, 3, 4))
     share = -(-gradients // ranks)
 
     def line(name: str, size: int, *, host: bool = False, update_only: bool = False) -> Line:
@@ -245,16 +304,12 @@ def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Par
 
     yield line("weights", -(-size // ranks) if stage == 3 else size, host=hardware.offload_param)
     for part in frozen:
-        divided = part.name == "reference" and algorithm.reference_sharded(cfg)
-        if part.place != "elsewhere":
-            yield line(part.name, -(-part.size // ranks) if divided else part.size,
-                       host=cuda and part.place != "device")
-        if divided:  # layer by layer, but for what rollouts gather whole
-            whole = algorithm.whole_while_acting(cfg) and reference_kind(cfg.model) == "shared"
-            yield Line(f"{part.name} while it runs", part.size if whole else min(
-                part.size, _live_numbers(cfg) * (part.size // max(part.parameters, 1))))
-        elif cuda and part.place == "offloaded":
-            yield Line(f"{part.name} while it runs", part.size)
+        size_here = part.size * (part.place != "elsewhere")
+        if part.name == "reference" and algorithm.reference_sharded(cfg):
+            size_here = -(-part.size // ranks)
+        on_host = size_here * (cuda and part.place != "device")
+        yield Line(part.name, size_here * (part.place == "offloaded" or not on_host),
+                   size_here * (not on_host), on_host)
     offload = hardware.offload_optimizer
     yield line("optimizer state", -(-state // ranks) if stage else state, host=offload)
     # stage 3 keeps the room for gradients
@@ -266,101 +321,62 @@ def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Par
         yield line("DeepSpeed's buckets", bucket if cuda else min(bucket, gradients),
                    update_only=stage < 3)  # a CPU has pages for what is written alone
     if stage == 3:
-        gathered = min(size, 4 * _live_numbers(cfg))
+        gathered = min(size, 4 * int(zero.get("stage3_max_live_parameters", 10**9)))
         yield Line("weights gathered for passes", size if algorithm.whole_while_acting(cfg)
                    else gathered, gathered)
     elif stage == 0 and ranks > 1:
         yield line("DDP's buckets", gradients)
 
 
-def _live_numbers(cfg: schema.TrainConfig) -> int:
-    """Parameters that DeepSpeed gathers at a time under ZeRO 3."""
-    return int(deepspeed_config(cfg)["zero_optimization"].get("stage3_max_live_parameters", 10**9))
-
-
-# Passes -------------------------------------------------------------------------------------------
-
-def _layer_bytes(cfg: schema.TrainConfig, models: Models, prompt: int, new: int, *, cuda: bool
-                 ) -> tuple[int, int]:
-    """Bytes of one sample that all layers keep for the backward pass, and those of one layer."""
-    config, number = models.lm.config, DTYPES[cfg.hardware.precision].itemsize
-    relu, pair = "relu" in str([getattr(config, name, "") for name in (
-        "hidden_act", "activation_function", "dense_act_fn")]), config.is_encoder_decoder
-    virtual, kept, total = num_virtual_tokens(models.lm), 0, 0
-    for trunk in [lm for lm in (models.lm, models.value_trunk) if lm is not None]:
-        weights, matrices, trains = dict(trunk.named_parameters()), _matrices(trunk), virtual > 0
-        for name, weight in weights.items():
-            trains |= weight.requires_grad  # below the first that trains nothing is kept
-            size = 0
-            if name in matrices and "lora_B" not in name:
-                wide, narrow = sorted(weight.shape[-2:], reverse=True)
-                size = number * (wide + narrow) // (1 if weight.requires_grad else 2)
-                # ReLU needs its result alone
-                size -= number * wide // 2 * (relu and wide > narrow and weight.requires_grad)
-            elif weight.dim() == 1 and name.endswith("weight"):
-                size = 4 * len(weight) * (1 if f"{name[:-6]}bias" in weights else 2)
-            size *= prompt + new + virtual if not pair else prompt if "encoder." in name else new
-            kept, total = kept + size * trains, total + size
-    heads = getattr(config, "num_attention_heads", None) or 0
-    shares = (getattr(config, "num_key_value_heads", None) or heads) < heads
-    probabilities, depth = 0, config.num_hidden_layers
-    # CUDA has no fused kernel in fp32 where heads share keys
-    if (cfg.model.attn_implementation == "eager" or (cuda and number == 4 and shares)
-            or config.model_type in ("bloom", *RELATIVE_POSITIONS)):
-        pairs = prompt**2 + new**2 + prompt * new * (1 if pair else 2)
-        probabilities = depth * heads * pairs * (4 if number == 4 else 6)
-    one = (total + probabilities) // (depth * (1 + pair))
+def _activations(cfg: schema.TrainConfig, models: Models, prompt: int, new: int) -> int:
+    """Bytes of one sample that all layers keep for the backward pass."""
+    config, number, kept = models.lm.config, DTYPES[cfg.hardware.precision].itemsize, 0
+    pair, depth = config.is_encoder_decoder, config.num_hidden_layers
     if cfg.model.gradient_checkpointing:  # of each layer its input
-        return depth * (prompt + new) * _state_bytes(models.lm), one
-    return kept + probabilities * kept // max(total, 1), one
-
-
-def _state_bytes(lm: Any) -> int:
-    """Bytes of the states of one token between two layers."""
-    return state_width(lm) * lm.get_input_embeddings().weight.itemsize
-
-
-def _cache_bytes(lm: Any, tokens: int, number: int) -> int:
-    """Bytes of the keys and values of one sample."""
-    config = lm.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None) or 0
-    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or (
-        config.hidden_size // max(heads, 1))
-    keys = min(tokens + num_virtual_tokens(lm), getattr(config, "sliding_window", None) or tokens)
-    return 2 * config.num_hidden_layers * keys * width * number * (
-        getattr(config, "num_key_value_heads", None) or heads)
+        return 4 * depth * (prompt + new) * state_width(models.lm)
+    for trunk in [lm for lm in (models.lm, models.value_trunk) if lm is not None]:
+        matrices, trains = _matrices(trunk), False
+        for name, weight in trunk.named_parameters():
+            trains |= weight.requires_grad  # below the first that trains nothing is kept
+            if name in matrices and trains:
+                tokens = prompt + new if not pair else prompt if "encoder." in name else new
+                kept += NORMS * number * tokens * sum(weight.shape[-2:]) / (
+                    1 if weight.requires_grad else 2)
+    if cfg.model.attn_implementation == "eager" or config.model_type in RELATIVE_POSITIONS:
+        pairs = prompt**2 + new**2 + prompt * new * (1 if pair else 2)
+        kept += depth * config.num_attention_heads * pairs * (4 if number == 4 else 6)
+    return int(kept)
 
 
 def _pass_lines(cfg: schema.TrainConfig, models: Models, rows: Rows, prompt: int, new: int, *,
-                cuda: bool, alone: bool) -> Iterator[Line]:
+                cuda: bool) -> Iterator[Line]:
     """What passes of one rank take in addition to weights."""
-    lm, dtype, stage = models.lm, DTYPES[cfg.hardware.precision], cfg.hardware.zero_stage
-    head, number = (lm.get_output_embeddings() or lm.score).weight, dtype.itemsize
-    checkpoints, most = cfg.model.gradient_checkpointing, DEVICE_CHUNK if cuda else CHUNK
-    kept, one = _layer_bytes(cfg, models, prompt, new, cuda=cuda)
+    lm, number, width = models.lm, DTYPES[cfg.hardware.precision].itemsize, state_width(models.lm)
+    head, text = (lm.get_output_embeddings() or lm.score).weight, lm.config.get_text_config(
+        decoder=True)
     # autocast copies what trains for each pass; oneDNN decodes from weights in its own order
-    copied = [p for p in _matrices(lm).values() if p.requires_grad and p.itemsize > number]
-    copies = number * _count(copied)
-    packs = not cuda and probe(dtype) is None and choose_gemm(cfg.hardware) != TORCH
-    yield Line("copies of weights", max(copies * (stage < 3), packed_size(lm, dtype) * packs),
-               copies * (not checkpoints))
-    state = _state_bytes(lm) + 12 * state_width(lm) * (models.value_head is not None)
-    logits = 4 * rows.update * new * head.shape[0]
-    again = logits > KEPT_BYTES  # the backward pass computes them once more
-    yield Line(ACTIVATIONS, 0, rows.update * (kept + new * state) + logits * (not again))
-    table, half = 4 * head.numel() * head.requires_grad, 2 * head.numel() * (number == 2)
-    chunk = min(logits, most)
-    yield Line("working memory of updates", 0, half + max(
-        chunk * (1 + again), (chunk + table) * again + table,
-        checkpoints * (rows.update * one + table)))
-    cache = rows.decoded * _cache_bytes(lm, prompt + new, number)
-    yield Line(KV_CACHE, cache)
-    _, prefill = _layer_bytes(cfg, models, prompt, 1, cuda=False)
-    decoding = rows.decoded * max(prefill, 16 * head.shape[0])
-    scored = min(rows.update, rows.decoded)
-    scoring = scored * one + 2 * min(most, 4 * scored * new * head.shape[0]) - cache
-    yield Line("working memory of rollouts", half + max(decoding, scoring))
-    if not lm.config.is_encoder_decoder and cfg.model.num_layers_unfrozen >= 0 and (
-            alone and stage < 3 and tasks.task_name(cfg) not in tasks.DATA_TASKS):
-        states = cfg.ppo.num_rollouts * (prompt + new) * _state_bytes(lm)
-        yield Line(FROZEN, *[min(states, cfg.hardware.frozen_states_mib * 2**20)] * 2)
+    copied, packed = (number * _count(p for p in _matrices(lm).values() if every or (
+        p.requires_grad and p.itemsize > number)) for every in (False, True))
+    packs = not cuda and packed <= PACKED_BYTES and choose_gemm(cfg.hardware) != TORCH
+    yield Line("copies of weights", max(copied, packed * packs), copied)
+    kept, logits = _activations(cfg, models, prompt, new), 4 * rows.update * new * head.shape[0]
+    one, again = kept // text.num_hidden_layers, logits > KEPT_BYTES  # computed once more
+    yield Line("activations", 0, logits * (not again) + rows.update * (
+        kept + 4 * new * width * (1 + 3 * (models.value_head is not None))))
+    chunk = min(logits, DEVICE_CHUNK_BYTES if cuda else CHUNK_BYTES)
+    yield Line("working memory of updates", 0,
+               chunk * (1 + again) + 4 * head.numel() * head.requires_grad)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    depth = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or (
+        text.hidden_size // heads)
+    keys = min(prompt + new + num_virtual_tokens(lm),
+               getattr(text, "sliding_window", None) or 2**31)
+    cache = rows.decoded * 2 * text.num_hidden_layers * keys * depth * number * (
+        getattr(text, "num_key_value_heads", None) or heads)
+    yield Line("keys and values (KV cache)", cache)
+    scoring = min(rows.update, rows.decoded) * one + chunk - cache
+    yield Line("working memory of rollouts", max(rows.decoded * 16 * head.shape[0], scoring))
+    if cfg.model.num_layers_unfrozen >= 0 and tasks.task_name(cfg) not in tasks.DATA_TASKS:
+        states = min(cfg.ppo.num_rollouts * (prompt + new) * 4 * width,
+                     cfg.hardware.frozen_states_mib * 2**20)
+        yield Line("states of frozen layers", states, states)

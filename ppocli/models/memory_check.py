@@ -1,24 +1,22 @@
 """The check before a run loads weights: do its memory and its files fit?"""
 
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, schema, tasks
+from ppocli.config import schema, tasks
 from ppocli.config.text import first_line, format_bytes, format_memory
-from ppocli.distributed.host_memory import ASSUMED_DEVICE, Room, room_here
+from ppocli.distributed.host_memory import Room, room_here
 from ppocli.errors import DiskError, OutOfMemoryError, PpocliError
-from ppocli.models.memory import ACTIVATIONS, FROZEN, KV_CACHE, Estimate, estimate
-from ppocli.models.outline import models_of
+from ppocli.models.memory import Estimate, estimate, models_of
 from ppocli.runs.atomic import free_bytes
 from ppocli.runs.retention import folder_size
 
 log = logging.getLogger("ppocli")
 
-CLOSE = 0.9
+SHORT = 0.9
 """share of the available memory from which a run gets a warning"""
 
 
@@ -66,28 +64,25 @@ def refuse_or_warn(cfg: schema.TrainConfig, needed: Estimate, room: Room, *, war
     Raises:
         OutOfMemoryError: as :func:`check_memory`.
     """
-    helps = ", ".join(advice(needed, cfg)[:4])
+    helps = ", ".join(advice(cfg))
     for size, certain, free, place in compared(needed, room):
         text = (f"this run needs about {format_memory(size)} of {place}, and "
                 f"{format_memory(free)} are free")
         if certain > free and cfg.hardware.memory_check == "error":
             raise OutOfMemoryError(
                 f"Not enough memory: {text}.", where="estimated before loading (ppocli estimate)",
-                fix=(f"in the order of what it saves: {helps}; or " if helps else "")
-                + "hardware.memory_check=warn to try it all the same")
-        if warn and size > CLOSE * free:
-            log.warning("Memory is short: %s.%s", text,
-                        f" What makes it less: {helps}." if helps else "")
+                fix=f"{helps}; or hardware.memory_check=warn to try it all the same")
+        if warn and size > SHORT * free:
+            log.warning("Memory is short: %s. What makes it less: %s.", text, helps)
 
 
 def compared(needed: Estimate, room: Room) -> list[tuple[int, int, int, str]]:
     """(bytes needed, certainly needed, free, of what) of the device and of the host, as far as the
     system tells what is free."""
-    elsewhere = room.name == ASSUMED_DEVICE
     sizes = [(max(needed.rollout, needed.update), needed.certain, room.device,
-              f"{room.name} GPU memory" if elsewhere else f"memory on {room.name}"),
+              f"memory on {room.name}"),
              (max(needed.host, needed.loading), max(needed.certain_host, needed.loading), room.host,
-              f"{room.name} memory" if elsewhere else "this machine's memory")]
+              "this machine's memory")]
     return [(size, certain, free, place) for size, certain, free, place in sizes
             if free is not None]
 
@@ -116,23 +111,17 @@ def check_disk(cfg: schema.TrainConfig, needed: Estimate) -> None:
                     "checkpoint.keep_best=false.", text)
 
 
-def advice(needed: Estimate, cfg: schema.TrainConfig) -> list[str]:
-    """Settings that make the fullest moment smaller, what helps most first."""
-    updates = needed.update >= needed.rollout
-    size = Counter({line.name: line.update if updates else line.rollout for line in needed.lines})
-    stage, fewer = cfg.hardware.zero_stage, max(needed.rows.decoded // 4, 1)
-    several, kept = cfg.hardware.num_processes > 1, size[ACTIVATIONS]
-    saved = {
-        f"{tasks.updates_section(cfg)}.micro_batch_size=1": kept - kept // needed.rows.update,
-        "model.gradient_checkpointing=true":
-            0 if cfg.model.gradient_checkpointing else kept * 3 // 4,
-        f"ppo.chunk_size={fewer}": 0 if updates or fewer == needed.rows.decoded else size[KV_CACHE],
-        f"hardware.zero_stage={max(stage + 1, 2)}": size["optimizer state"] * several * (stage < 3),
-        "hardware.offload_optimizer=true": size["optimizer state"] * (stage > 0),
-        "model.num_layers_unfrozen=2": 0 if cfg.model.peft or cfg.model.num_layers_unfrozen >= 0
-            else size["optimizer state"] // 2,
-        "model.reference.offload=true": size["reference"] * updates,
-        "hardware.gather_for_generation=false": size["weights gathered for passes"] * (
-            not updates and algorithm.whole_while_acting(cfg)),
-        "hardware.frozen_states_mib=0": size[FROZEN]}
-    return sorted((key for key in saved if saved[key] > 0), key=lambda key: -saved[key])
+def advice(cfg: schema.TrainConfig) -> list[str]:
+    """Settings that take less memory than those of ``cfg``, the cheapest in time first."""
+    model, hardware = cfg.model, cfg.hardware
+    settings = {
+        f"{tasks.updates_section(cfg)}.micro_batch_size=1":
+            tasks.updates_of(cfg).micro_batch_size != 1,
+        "model.gradient_checkpointing=true": not model.gradient_checkpointing,
+        f"hardware.zero_stage={max(hardware.zero_stage + 1, 2)}":
+            hardware.num_processes > 1 and hardware.zero_stage < 3,
+        "hardware.offload_optimizer=true": hardware.zero_stage > 0 < hardware.num_processes
+            and not hardware.offload_optimizer,
+        "model.num_layers_unfrozen=2": not model.peft and model.num_layers_unfrozen < 0,
+        "model.peft.type=lora": not model.peft}
+    return [key for key, helps in settings.items() if helps]

@@ -44,9 +44,10 @@ def peak_of(work) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys"), [
-    ("gpt2", {}), ("llama", {}), ("t5", {}), ("llama", LORA),
+    ("gpt2", {}), ("llama", LORA),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("gpt2", {"model__num_layers_unfrozen": 2}), ("llama", {"model__value__kind": "model"}),
+        ("t5", {}), ("gpt2", {"model__num_layers_unfrozen": 2}),
+        ("llama", {"model__value__kind": "model"}),
         ("llama", {"model__gradient_checkpointing": True})))])
 def test_rollouts_and_updates_take_within_a_quarter_of_the_estimate(tmp_path, kind, keys):
     save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=4000, **SHAPES[kind])
@@ -100,7 +101,6 @@ def lines_of(ranks: int = 1, *, cuda: bool = True, **keys):
     (1, 4 * N, 4 * N, 2 * N, {"fp32 weights of DeepSpeed": (N, N, 0)}),
     (2, 4 * N, N, 2 * N, {"fp32 weights of DeepSpeed": (N, N, 0)}),
     (3, N, N, 2 * N, {"fp32 weights of DeepSpeed": (N, N, 0), "reference": (POLICY, POLICY, 0),
-                      "reference while it runs": (4 * POLICY, 0, 0),
                       "weights gathered for passes": (4 * N, 4 * N, 0)})])
 def test_zero_divides_by_four_ranks_what_its_stage_says(stage, weights, gradients, state, extra):
     lines, needed = lines_of(4, hardware__zero_stage=stage)
@@ -123,8 +123,7 @@ def test_offloading_moves_bytes_to_the_host():
         (0, 0, N), (0, 0, N), (0, 0, 2 * N)]
     assert needed.host == 4 * (N + N + N + 2 * N)
     lines, needed = lines_of(model__reference__offload=True)
-    assert lines["reference"] == (0, 0, 4 * POLICY)
-    assert lines["reference while it runs"] == (4 * POLICY, 0, 0)
+    assert lines["reference"] == (4 * POLICY, 0, 4 * POLICY)
     _, needed = lines_of(cuda=False)
     assert needed.host == max(needed.rollout, needed.update)
 

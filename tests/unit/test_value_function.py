@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertMod
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
-from ppocli.models.outline import models_of
+from ppocli.models.memory import models_of
 from ppocli.models.policy import ScoreHead, ValueBranch, ValueModel
 
 pytestmark = pytest.mark.long

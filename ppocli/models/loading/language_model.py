@@ -218,6 +218,36 @@ def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> Lo
     return loaded
 
 
+def read_config(cfg: ModelConfig, key: str) -> Any:
+    """The configuration of a model, whose folder needs to hold nothing but ``config.json``.
+
+    Args:
+        key: that names the model, for messages.
+
+    Raises:
+        InputError: no such model, or its configuration can't be read.
+    """
+    source, revision = str(Path(cfg.path).expanduser()), cfg.revision
+    if not (Path(source) / "config.json").is_file():
+        source, revision = model_files.find_whole(cfg.path, key=key, revision=revision)
+    section = "model" if key.startswith("model.") else key.rpartition(".")[0]
+    with model_config.loading(f"configuration of {cfg.path}", key,
+                              f"{section}.trust_remote_code=true"):
+        return transformers.AutoConfig.from_pretrained(
+            source, revision=revision, trust_remote_code=cfg.trust_remote_code)
+
+
+def outline(cfg: ModelConfig, key: str, config: Any, kind: Any, *,
+            dtype: torch.dtype = torch.float32) -> Any:
+    """A model of transformers' class ``kind`` without the weights in its files: on the device that
+    is current."""
+    with model_config.loading(f"outline of {cfg.path}", key):
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=cfg.trust_remote_code,
+                                 **model_config.attention_wanted(cfg, config))
+        model.tie_weights()  # made without weights, they are untied
+    return model
+
+
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
              scores: bool = False) -> LoadedLM:
     """As :func:`load_lm`, without reading weights: parameters are on the meta device, and the
@@ -228,16 +258,10 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
     """
     from accelerate import init_empty_weights
 
-    source = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
-    trust = cfg.trust_remote_code
-    with model_config.loading(f"model {cfg.path}", key):
-        config = transformers.AutoConfig.from_pretrained(source, revision=cfg.revision,
-                                                         trust_remote_code=trust)
-        with init_empty_weights(include_buffers=False):
-            lm = _class_of(cfg, key, scores, config).from_config(
-                without_dropout(config), dtype=dtype, trust_remote_code=trust,
-                **model_config.attention_wanted(cfg, config))
-    lm.tie_weights()  # made without weights, they are untied
+    config = read_config(cfg, key)
+    kind = _class_of(cfg, key, scores, config)
+    with init_empty_weights(include_buffers=False):
+        lm = outline(cfg, key, without_dropout(config), kind, dtype=dtype)
     return _ready(cfg, lm, config, None if scores else transformers.GenerationConfig())
 
 
