@@ -35,7 +35,6 @@ class PPOTrainer:
             now, it is written into the run's folder, where the reference comes from.
         ref_model: in place of ``model.reference.path``.
         tokenizer: in place of ``model.tokenizer_path``.
-        optimizer, lr_scheduler: objects of TRL's loops; refused with the keys that replace them.
         prompts: what ``generate()`` draws from where the words name no ``prompts.path``.
 
     Raises:
@@ -45,14 +44,13 @@ class PPOTrainer:
 
     @default_modes()
     def __init__(self, overrides: Sequence[str] | Mapping[str, Any] = (), model: Any = None,
-                 ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
-                 lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:
+                 ref_model: Any = None, tokenizer: Any = None, *,
+                 prompts: Sequence[Any] | None = None) -> None:
         from ppocli.data.sources import as_list
         from ppocli.launch.loop_run import LoopScores, open_loop_run
         from ppocli.ppo.ppo_task import PPOTask
         from ppocli.training.task import PythonObjects
 
-        _refuse_optimizers(optimizer=optimizer, lr_scheduler=lr_scheduler)
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores, model=model, ref_model=ref_model,
                                 tokenizer=tokenizer,
@@ -123,8 +121,7 @@ class PPOTrainer:
     @default_modes()
     def generate(self, prompts: Any = None, length_sampler: Callable[[], int] | None = None,
                  batch_size: int | None = None, return_prompt: bool | None = None,
-                 generate_ref_response: bool = False, *, attention_mask: Any = None,
-                 **sampling: Any) -> Any:
+                 *, attention_mask: Any = None, **sampling: Any) -> Any:
         """One sampled response to each prompt, as ``generation`` says. Several processes call it
         together, each with prompts of its own.
 
@@ -137,7 +134,6 @@ class PPOTrainer:
             batch_size: prompts at a time, in place of ``ppo.chunk_size``.
             return_prompt: return tensors as TRL's ``generate`` did, whether with the prompt in
                 front. Left out, only a tensor as ``prompts`` gives tensors, with the prompt.
-            generate_ref_response: return the same of the reference, too, as a second one.
             attention_mask: of a [B, L] tensor, 0 where it is padded.
             **sampling: generation arguments for this call alone: max_new_tokens, min_new_tokens,
                 temperature, top_k, top_p, do_sample, stop_sequences, eos_token_id.
@@ -181,17 +177,9 @@ class PPOTrainer:
 
         out, local = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
         prompt_ids = plain(local.tokens, local.mask)
-        if (return_prompt is not None or generate_ref_response
-                or getattr(prompts, "ndim", None) is not None):
-            def tensors(ids: list[list[int]]) -> Any:
-                return caller_samples.as_tensors(session, prompts, prompt_ids, ids,
-                                              with_prompt=return_prompt is not False)
-
-            if not generate_ref_response:
-                return tensors(out.action_ids)
-            other = caller_samples.reference_responses(session, self._context, batch, spec,
-                                                       size)
-            return tensors(out.action_ids), tensors(other[:num_local])
+        if return_prompt is not None or getattr(prompts, "ndim", None) is not None:
+            return caller_samples.as_tensors(session, prompts, prompt_ids, out.action_ids,
+                                             with_prompt=return_prompt is not False)
         return Batch(local.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
                      out.finished.tolist(), local.columns, tuple(chunks), self.steps,
@@ -375,15 +363,6 @@ class PPOTrainer:
         self._summarise("failed", f"{type(error).__name__}: {error}")
         if self._closing.detach() is not None:
             self._stack.__exit__(kind, error, trace)  # the trackers hear that it failed
-
-
-def _refuse_optimizers(**objects: Any) -> None:
-    keys = {"optimizer": "ppo.optimizer.name=adamw ppo.optimizer.lr=1e-5",
-            "lr_scheduler": "ppo.scheduler.name=cosine ppo.scheduler.warmup_updates=10"}
-    for name, value in objects.items():
-        if value is not None:
-            raise ConfigError(f"PPOTrainer takes no {name} object.", where=name,
-                              fix=f"set it by keys, such as {keys[name]}")
 
 
 def _plain_scores(scores: Any) -> Any:

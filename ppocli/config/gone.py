@@ -9,6 +9,7 @@ log = logging.getLogger("ppocli")
 
 GONE = {
     "checkpoint.background": "training waits while a checkpoint is written",
+    "eval.ref_responses": "ppocli generate --model MODEL samples from the model trained from",
     "sweep.jobs": "hydra/launcher=joblib hydra.launcher.n_jobs=N runs N jobs at a time",
     "sweep.launcher": "hydra/launcher=submitit_slurm runs the jobs on Slurm",
     "sweep.slurm": "with hydra/launcher=submitit_slurm, Slurm's settings are hydra.launcher.NAME",

@@ -208,9 +208,6 @@ def why_wrong(key: Key, name: str, value: Any) -> str:
     """
     text = f"{shown(value)} must be {key.expected}"
     if key.kind == "scalar" and isinstance(value, list):
-        at_evaluation = schema_keys().get(name.replace("generation.", "generation.eval.", 1), key)
-        if at_evaluation.kind == "sweep":
-            text += f"; {at_evaluation.name}=[...] evaluates with each"
         text += f"; to try several values: -m {name}={','.join(map(str, value))}"
     elif key.item is int and isinstance(value, float) and value.is_integer() and value < 2**53:
         text += f", without a point or an exponent: {name}={value:.0f}"

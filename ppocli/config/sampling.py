@@ -16,7 +16,7 @@ def longest_response(config: schema.TrainConfig) -> int:
     if config.env.fn is not None:
         return config.env.max_tokens
     generation = config.generation
-    return max([generation.max_new_tokens, *keys.several(generation.eval.max_new_tokens)])
+    return max(generation.max_new_tokens, generation.eval.max_new_tokens or 0)
 
 
 def longest_rollout(config: schema.TrainConfig) -> int:
@@ -61,15 +61,11 @@ def generation_rules(config: schema.TrainConfig) -> keys.Rules:
     yield (shortest > longest, "generation.min_new_tokens, generation.max_new_tokens",
            f"min_new_tokens {shortest} must be at most max_new_tokens {longest}: "
            f"generation.min_new_tokens={longest}")
-    low = max(keys.several(evaluation.min_new_tokens), default=shortest)
-    high = min(keys.several(evaluation.max_new_tokens), default=longest)
+    low = shortest if evaluation.min_new_tokens is None else evaluation.min_new_tokens
+    high = evaluation.max_new_tokens or longest
     yield (shortest <= longest and low > high,
            "generation.eval.min_new_tokens, generation.eval.max_new_tokens",
            f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
-    lists = [f"generation.eval.{field.name}" for field in fields(evaluation)
-             if isinstance(getattr(evaluation, field.name), list)]
-    yield (len(lists) > 1, ", ".join(lists),
-           "only one of the keys of generation.eval may be a list")
     sampler = train.length_sampler
     no_range = _no_range("generation.length_sampler", sampler)
     yield no_range
@@ -77,9 +73,6 @@ def generation_rules(config: schema.TrainConfig) -> keys.Rules:
            "generation.length_sampler, generation.max_new_tokens, generation.min_new_tokens",
            f"{shown(sampler)} must lie between min_new_tokens {shortest} and max_new_tokens "
            f"{longest}: generation.length_sampler=null draws no lengths")
-    yield (config.eval.ref_responses and config.model.reference.kind == "none",
-           "eval.ref_responses, model.reference.kind",
-           "there is no reference whose responses could be shown")
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
     yield (train.ignore_eos and config.reward.missing_eos_penalty and not train.stop_sequences
            and not train.stop_token_ids, "generation.ignore_eos, reward.missing_eos_penalty",

@@ -261,24 +261,23 @@ class PromptsConfig:
 
 @dataclass
 class EvalGenerationConfig:
-    """Overrides of ``generation`` at evaluation. Null: as in training. One of them may be a list:
-    evaluations then sample with each of its values, and the first is the one that counts."""
+    """Overrides of ``generation`` at evaluation. Null: as in training."""
 
-    max_new_tokens: Any = key(None, each=int, ge=1)
+    max_new_tokens: Optional[int] = key(None, ge=1)
     """longest response in tokens"""
-    min_new_tokens: Any = key(None, each=int, ge=0)
+    min_new_tokens: Optional[int] = key(None, ge=0)
     """no stop token before this many tokens"""
-    temperature: Any = key(None, each=float, gt=0)
+    temperature: Optional[float] = key(None, gt=0)
     """softmax temperature"""
-    top_k: Any = key(None, each=int, ge=0)
+    top_k: Optional[int] = key(None, ge=0)
     """sample among the k likeliest tokens (0: all)"""
-    top_p: Any = key(None, each=float, gt=0, le=1)
+    top_p: Optional[float] = key(None, gt=0, le=1)
     """nucleus sampling (1: all)"""
-    min_p: Any = key(None, each=float, ge=0, le=1)
+    min_p: Optional[float] = key(None, ge=0, le=1)
     """leave out tokens below this share of the likeliest one's probability (0: none)"""
-    repetition_penalty: Any = key(None, each=float, gt=0)
+    repetition_penalty: Optional[float] = key(None, gt=0)
     """make tokens less likely that are there already (1: off)"""
-    do_sample: Any = key(None, each=bool)
+    do_sample: Optional[bool] = key(None)
     """sample, or take the likeliest token"""
 
 
@@ -311,7 +310,7 @@ class GenerationConfig:
     length_sampler: Optional[list[int]] = key(None, ge=1)
     """[min, max] tokens that a rollout's response may have at most, drawn per response"""
     eval: EvalGenerationConfig = key(EvalGenerationConfig)
-    """overrides at evaluation; one of them may be a list, to evaluate with each of its values"""
+    """overrides at evaluation"""
 
 
 @dataclass

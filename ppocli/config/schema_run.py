@@ -119,9 +119,6 @@ class EvalConfig:
     """evaluate every n steps (null: only at start and end)"""
     at_start: bool = key(True)
     """evaluate before training"""
-    ref_responses: bool = key(False)
-    """put the reference's response to each prompt beside the policy's in samples.jsonl and the
-    report"""
 
 
 @dataclass

@@ -14,7 +14,7 @@ DATA_TASKS = ("sft", "reward_model")
 Updates = schema.PPOConfig | schema_training.UpdatesConfig
 
 _SAMPLING = ("reward", "prompts", "ppo", "env", "model.value", "model.reference", "task.kwargs",
-             "eval.ref_responses", "tracking.log_rollouts", "tracking.rollout_tokens")
+             "tracking.log_rollouts", "tracking.rollout_tokens")
 _NOT_READ = {"ppo": ("data", "sft", "reward_model"), "own": ("sft", "reward_model"),
              "sft": (*_SAMPLING, "reward_model"),
              "reward_model": (*_SAMPLING, "sft", "generation", "rollout", "data.train_on")}
@@ -106,9 +106,6 @@ def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Ru
     yield from _strangers(config, task)
     if task in DATA_TASKS:
         yield from _data(config, task, handed_in)
-        for name, values in vars(config.generation.eval).items():
-            yield (len(keys.several(values)) > 1, f"generation.eval.{name}",
-                   f"{values} are several values, which ppocli train alone compares: give one")
         metric, metrics = config.checkpoint.metric, _METRICS[task]
         yield (metric not in metrics, "checkpoint.metric", f"{metric} must be "
                f"{' or '.join(metrics)} with task.fn={task}" + did_you_mean(metric, metrics))

@@ -27,7 +27,7 @@ from ppocli.models.loading import model_config
 from ppocli.models.loading.chat_template import present, tells_date, tokenizers_of
 from ppocli.models.loading.load_adapters import tensors_digest
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.ppo.policy_evaluation import evaluate_chunks, evaluation_size, sampling_sweep
+from ppocli.ppo.policy_evaluation import evaluate_chunks, evaluation_size
 from ppocli.ppo.session import EvalSession, build_eval_session
 from ppocli.publish import pictures
 from ppocli.runs import atomic, model_files, run_folder, run_logs
@@ -100,8 +100,6 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     try:
         with open_backend(cfg.hardware, target.run_dir) as backend:
             session = _session(cfg, backend, objects, "policy", target, None)
-            if swept := list(sampling_sweep(cfg.generation, session.eval_sampling)):
-                log.info("of the list in generation.eval the first value is taken: %s", swept[0])
             if target.run_dir is None:
                 _say_declared(session, request)
             settings = _settings_of(session, targets, request.frontier)

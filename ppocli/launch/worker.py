@@ -146,9 +146,7 @@ def _open_run(start: Start, folder: run_folder.RunFolder, objects: PythonObjects
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
     task, state, run_id = _load(start, folder, objects, backend)
-    identity = {path: path.read_bytes() for path in (folder.config,
-                                                     folder.path / resume_policy.RUN_FILE)}
-    digest = hashlib.sha256(identity[folder.config]).hexdigest()
+    digest = hashlib.sha256(folder.config.read_bytes()).hexdigest()
     with ExitStack() as ending:
         recorder: Any = None
         if backend.ranks.first:
@@ -159,8 +157,7 @@ def _open_run(start: Start, folder: run_folder.RunFolder, objects: PythonObjects
         state = replace(state, generators=Generators.now(backend.device))
         run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
                        recorder, display, state, saved_at=monotonic(),
-                       clock=PhaseClock(backend.device, began, display.board.marked),
-                       identity=identity)
+                       clock=PhaseClock(backend.device, began, display.board.marked))
         for close in (task.trained.close, task.close):  # the last is first
             ending.callback(close)
         yield run

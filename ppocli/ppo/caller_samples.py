@@ -20,11 +20,11 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder, vocabulary_of
 from ppocli.ppo import rollout
 from ppocli.ppo.records import Rollout
-from ppocli.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_reference
+from ppocli.ppo.rollout import Chunk, measure_chunk, rollout_of
 from ppocli.ppo.session import Session, max_prompt_tokens
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
-from ppocli.sampling.token_choice import ROLLOUT, SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.training.build_models import sampling_specs
 from ppocli.training.task import StepContext
 
@@ -304,23 +304,6 @@ def sampling_of_call(session: Session, generation: GenerationConfig, ends: Seque
         raise ConfigError(f"batch_size is {chunk}.", where="batch_size", fix="give 1 or more")
     spec, _ = sampling_specs(generation, session.tokenizer, session.loaded)
     return spec if ends is None else replace(spec, stop_ids=tuple(ends))
-
-
-def reference_responses(session: Session, context: StepContext, prompts: PromptBatch,
-                        spec: SamplingSpec, size: int) -> list[list[int]]:
-    """The ids of the reference's response to each prompt, with the random numbers of the policy's.
-
-    Args:
-        size: prompts at a time; 0: the session's.
-
-    Raises:
-        ConfigError: there is no reference.
-    """
-    if session.reference is None:
-        raise ConfigError("There is no reference.", where="model.reference.kind",
-                          fix="leave generate_ref_response out")
-    with session.reference.view(session.policy.lm) as lm:
-        return sample_reference(session, context, lm, prompts, spec, ROLLOUT, size).action_ids
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

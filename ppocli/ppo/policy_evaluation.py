@@ -1,12 +1,9 @@
 """Evaluation on fixed prompts with fixed random numbers, the same before and after training."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ppocli.config.schema import GenerationConfig
-from ppocli.config.text import shown
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.distributed.ranks import interleave
 from ppocli.models.policy import Policy
@@ -17,24 +14,12 @@ from ppocli.ppo.rollout import (
     measure,
     response_texts,
     sample_policy,
-    sample_reference,
 )
 from ppocli.ppo.session import EvalSession
 from ppocli.runs.episode import DONE
 from ppocli.sampling.samples import Samples
-from ppocli.sampling.token_choice import EVALUATION, SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.token_choice import EVALUATION
 from ppocli.training.task import Evaluation, StepContext
-
-
-def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
-    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
-    ``generation.eval`` that is a list; empty without a list.
-
-    Args:
-        first: sampling at evaluation by :func:`sampling_specs`.
-    """
-    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
-            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
 
 
 def distinct(texts: list[str], n: int) -> float:
@@ -49,8 +34,8 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy,
-                    spec: SamplingSpec | None = None) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy
+                    ) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
@@ -58,12 +43,11 @@ def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy,
 
     Args:
         policy: as the sampler's ``acting`` yields it.
-        spec: how responses are sampled; None: as the configuration has it.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    spec = spec or session.eval_sampling
+    spec = session.eval_sampling
     # in fp32 the decoding pass has computed the policy's logprobs already
     decoded = session.from_decode and spec.temperature == 1.0
     for prompts, num_local in _shares(session, context):
@@ -112,41 +96,13 @@ def evaluate(session: EvalSession, context: StepContext) -> Evaluation:
     ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
     the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
 
-    Where a key of ``generation.eval`` is a list, this is done once for each of its values (trlX's
-    sweep of a generation argument, ``trlx/trainer/accelerate_base_trainer.py::evaluate``).
-
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
-        return _evaluate_once(session, context, session.eval_sampling)
-    swept = {name: _evaluate_once(session, context, spec) for name, spec in specs.items()}
-    return replace(next(iter(swept.values())), swept=swept,
-                   tokens=sum(one.tokens for one in swept.values()))
-
-
-def _evaluate_once(session: EvalSession, context: StepContext, spec: SamplingSpec) -> Evaluation:
     with session.sampler.acting(session.policy) as policy:
-        samples = list(chain.from_iterable(evaluate_chunks(session, context, policy, spec)))
+        samples = list(chain.from_iterable(evaluate_chunks(session, context, policy)))
     return Evaluation(evaluation_figures(samples), list(map(row_of_run, samples)),
                       sum(s["response_tokens"] for s in samples))
-
-
-def reference_responses(session: EvalSession, context: StepContext) -> list[str]:
-    """The reference's response to each prompt of an evaluation, with the random numbers of the
-    policy's.
-
-    Raises:
-        StopRequested.
-    """
-    assert session.reference is not None  # else config/sampling.py has refused
-    texts: list[str] = []
-    with session.sampler.acting(session.policy) as policy, session.reference.view(policy.lm) as lm:
-        for batch, num_local in _shares(session, context):
-            out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
-            texts += interleave(session.backend.ranks.gather(
-                response_texts(session, batch, out, session.eval_sampling)[:num_local]))
-    return texts
 
 
 def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] = (2,)

@@ -16,7 +16,7 @@ from ppocli.models.sharded_weights import ShardedCopy
 from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics, step_size
 from ppocli.ppo.experience import after_step
 from ppocli.ppo.losses import PPOLoss
-from ppocli.ppo.policy_evaluation import evaluate, reference_responses
+from ppocli.ppo.policy_evaluation import evaluate
 from ppocli.ppo.session import Session, build_session
 from ppocli.rewards.scoring import check_invalid_share
 from ppocli.runs.episode import Sample, transcript_turns
@@ -52,7 +52,6 @@ class PPOTask(task.Task):
         self.resume = PPOResume(self)
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
-        self._ref_responses: list[str] | None = None
         self._ahead: rollout_sources.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -178,17 +177,10 @@ class PPOTask(task.Task):
         if (isinstance(reference, CopyReference) and cfg.sync_every is not None
                 and state.step > 0 and state.step % cfg.sync_every == 0):
             follow(reference, self.session.policy.lm, cfg.sync_alpha)
-            self._ref_responses = None
 
     def evaluate(self, context: task.StepContext) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
-        evaluation = evaluate(self.session, context)
-        if not self.cfg.eval.ref_responses:
-            return evaluation
-        self._ref_responses = self._ref_responses or reference_responses(self.session, context)
-        return replace(evaluation, samples=[
-            {**sample, "ref_response": text}
-            for sample, text in zip(evaluation.samples, self._ref_responses, strict=True)])
+        return evaluate(self.session, context)
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """As :class:`Task`: the value function's, and a reference that follows the policy."""
@@ -236,9 +228,6 @@ class PPOResume(task.Resume):
         """As :class:`Resume`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
         old, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
         self.task.session.decoding_differs = old.decoding_differs
-        for line in step_metrics.carried_over(old, new, self.task.cfg.ppo,
-                                              self.task.share_done(saved)):
-            log.info(line)
         if old.init_kl_coef != new.init_kl_coef:
             old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
         return replace(saved, task=old.to_json())
@@ -254,29 +243,13 @@ class PPOResume(task.Resume):
 
     def eval_fingerprint(self) -> str:
         """As :class:`Resume`; under another, figures are not comparable with the best so far."""
-        return self._fingerprint(*self._how_judged(), *self.task.session.reward_model_digests())
-
-    def earlier_fingerprints(self) -> tuple[str, ...]:
-        """As :class:`Resume`: without weights; with all of the reward's keys, and no
-        environment."""
-        return (self._fingerprint(*self._how_judged()),
-                self._fingerprint(asdict(self.task.cfg.reward)))
-
-    def _how_judged(self) -> list[Any]:
         cfg = self.task.cfg
         reward = asdict(cfg.reward) | {name: getattr(schema.RewardConfig(), name) for name in (
             "timeout", "retries", "overlap", "ranks")}  # how it is called
         env = {name: value for name, value in asdict(cfg.env).items()
                if name not in ("timeout", "retries", "workers")}
-        return [reward, cfg.env.fn and env]
-
-    def _fingerprint(self, reward: dict[str, Any], *more: Any) -> str:
-        for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
-            if reward[name] == early:  # as before there were others
-                del reward[name]
-        cfg = self.task.cfg
         judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat,
-                 *more]
+                 cfg.env.fn and env, *self.task.session.reward_model_digests()]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def kept_step(self, state: TrainState) -> int | None:

@@ -128,21 +128,6 @@ def sample_policy(session: EvalSession, context: StepContext, policy: Policy, pr
         yield out
 
 
-def sample_reference(session: EvalSession, context: StepContext, view: Any, prompts: PromptBatch,
-                     spec: SamplingSpec, stream: int, size: int = 0) -> Samples:
-    """One sample of the reference per prompt, with the random numbers of the policy's. All ranks
-    call it in step.
-
-    Args:
-        view: the reference as a model.
-        size: as of :func:`sample_policy`.
-    """
-    return Samples.joined(list(sample_chunks(
-        session.sampler, session.passes, prompts, spec, stream,
-        GenerationModel(view, reference=True), context.stop,
-        phase="rollout" if stream == ROLLOUT else "evaluation", chunk=size or session.chunk_size)))
-
-
 def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spec: SamplingSpec
                    ) -> list[str]:
     """The responses as text, trimmed as ``spec`` has it; of episodes the transcripts."""

@@ -289,28 +289,6 @@ def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
         "first step on.")
 
 
-def carried_over(saved: PPOState, fresh: PPOState, ppo: schema.PPOConfig, progress: float
-                 ) -> list[str]:
-    """What a resumed run's coefficients are where no key says so.
-
-    Args:
-        progress: as of :func:`ppocli.ppo.step.to_experience`.
-    """
-    lines = []
-    if saved.init_kl_coef != fresh.init_kl_coef:
-        lines.append(f"the KL coefficient starts anew from ppo.init_kl_coef={fresh.init_kl_coef:g} "
-                     f"(it was {saved.kl_coef:g})")
-    elif saved.kl_coef != saved.init_kl_coef:
-        lines.append(f"the KL coefficient goes on from {saved.kl_coef:.4g}, which the adaptive "
-                     f"controller has made of ppo.init_kl_coef={saved.init_kl_coef:g}; another "
-                     "ppo.init_kl_coef starts it anew")
-    if ppo.ent_coef_end is not None:
-        now = (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end
-        lines.append(f"the entropy coefficient goes on at {now:.3g}, between ppo.ent_coef="
-                     f"{ppo.ent_coef:g} and ppo.ent_coef_end={ppo.ent_coef_end:g}")
-    return lines
-
-
 def _falling(state: TrainState) -> str | None:
     """A figure of ``reward.metric_fn`` that has fallen since the start by a twentieth of itself
     while the reward has risen by as much; None if there is none."""

@@ -53,8 +53,7 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
 
     Each of ``pairs`` has ``prompt``; its responses ``before``, ``after``, and those at the steps
     ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.runs.episode.transcript_turns`),
-    ``score``, ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's own where the run
-    kept it (``eval.ref_responses``).
+    ``score``, ``kl``, ``tokens`` and ``finished``.
     """
     middle = [step for step in steps if step not in (before, after)]
     count = min(len(middle), _MOST_STEPS - 2)
@@ -64,8 +63,7 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
     prompts = list(dict.fromkeys([*old, *new]))
     pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),
               "after": _response(new.get(prompt)),
-              "between": [_response(each.get(prompt)) for each in between],
-              "reference": _reference(new.get(prompt) or old[prompt])}
+              "between": [_response(each.get(prompt)) for each in between]}
              for prompt in prompts[:SHOWN + HIDDEN]]
     first, last, *_ = evaluations
     return {
@@ -77,11 +75,6 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
         "scores_before": _scores(first), "scores_after": _scores(last),
         # of the mean score, over prompts: responses to one prompt hang together
         "stderr_before": _stderr(first), "stderr_after": _stderr(last)}
-
-
-def _reference(row: dict[str, Any]) -> str | None:
-    text = row.get("ref_response")
-    return shown(text) if isinstance(text, str) else None
 
 
 def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -42,25 +42,18 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
             os.ftruncate(self._descriptor, self._size)
             atomic.fsync_dir(path.parent)
 
-    def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
-        """Write the rows, in order, and sync once; with ``over_last`` the first replaces the last
-        row."""
-        raw, last_row, before = b"".join(_line(row) for row in rows), b"", self._size
-        if over_last:
-            self._size = _end_of_last_line(self._descriptor, self._size - 1)
-            last_row = os.pread(self._descriptor, before - self._size, self._size)
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the rows, in order, and sync once."""
+        raw = b"".join(_line(row) for row in rows)
         try:
             with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
                 while written < len(raw):
                     written += os.pwrite(self._descriptor, raw[written:], self._size + written)
-                os.ftruncate(self._descriptor, self._size + written)
                 os.fsync(self._descriptor)
         except BaseException:
             with suppress(OSError):
-                os.pwrite(self._descriptor, last_row, self._size)
-                os.ftruncate(self._descriptor, before)
-            self._size = before
+                os.ftruncate(self._descriptor, self._size)
             raise
         self._size += len(raw)
 
@@ -76,9 +69,9 @@ def _line(row: dict[str, Any]) -> bytes:
         return json.dumps(clean, allow_nan=False).encode() + b"\n"
 
 
-def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
-    """Bytes up to and including the last newline, in the whole file or before ``end``."""
-    end = os.fstat(descriptor).st_size if end is None else end
+def _end_of_last_line(descriptor: int) -> int:
+    """Bytes up to and including the last newline."""
+    end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - _CHUNK)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")

@@ -36,15 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GenerationModel:
-    """The model that is sampled from: a policy's, or a reference's."""
+    """The model that is sampled from."""
 
     lm: Any
     value_head: Any = None
     """computes the values, if the sampler supports it"""
     split: layer_stack.SplitPoint | None = None
     """the layer whose inputs to keep (:attr:`Samples.frozen_states`), if the sampler supports it"""
-    reference: bool = False
-    """whether it is the reference, which may be the policy's own model without its adapter"""
 
 
 class Sampler(Protocol):

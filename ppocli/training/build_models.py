@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from ppocli.config import adapters, algorithm, keys, schema
+from ppocli.config import adapters, algorithm, schema
 from ppocli.config.text import first_line
 from ppocli.config.user_classes import build
 from ppocli.config.user_code import CodeSetting, Kind
@@ -262,11 +262,10 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
 
 def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedLM
                    ) -> tuple[SamplingSpec, SamplingSpec]:
-    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it, of
-    a list its first value."""
+    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it."""
     base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
-    over = {name: values[0] for name in SAMPLING_KEYS
-            if (values := keys.several(getattr(cfg.eval, name)))}
+    over = {name: value for name in SAMPLING_KEYS
+            if (value := getattr(cfg.eval, name)) is not None}
     stop_ids, stops = stop_rules(tokenizer, loaded, cfg)
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
     spec = SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base)

@@ -8,9 +8,9 @@ point resumes without losing or repeating a row.
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ppocli.publish.trackers import Tracker
 
 log = logging.getLogger("ppocli")
-EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
+EVAL_ROW = "eval"
 """``kind`` of rows of samples.jsonl that an evaluation writes"""
 
 
@@ -44,24 +44,17 @@ class Recorder:
     samples: run_logs.JsonlWriter
     trackers: "Sequence[Tracker]"
 
-    def row(self, row: dict[str, Any], written: Mapping[str, Any] | None = None) -> None:
-        """Append one step's figures to metrics.jsonl and hand them to the trackers; only what is
-        new in them where ``written``, the last row, was written before."""
-        self.metrics.append([row], over_last=written is not None)
-        new = row if written is None else {name: value for name, value in row.items()
-                                           if name == "step" or name not in written}
+    def row(self, row: dict[str, Any]) -> None:
+        """Append one step's figures to metrics.jsonl and hand them to the trackers."""
+        self.metrics.append([row])
         for tracker in self.trackers:
-            tracker.row(new)
+            tracker.row(row)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Append an evaluation's samples to samples.jsonl, and hand those of the first value of a
-        list in ``generation.eval`` to the trackers."""
+        """Append an evaluation's samples to samples.jsonl, and hand them to the trackers."""
         self.samples.append([{"step": step, "kind": EVAL_ROW, **row} for row in evaluation.samples])
         for tracker in self.trackers:
             tracker.samples(step, evaluation.samples)
-        if further := list(evaluation.swept.items())[1:]:
-            self.samples.append([{"step": step, "kind": SWEEP_ROW, "sampling": name, **row}
-                                 for name, one in further for row in one.samples])
 
 
 @contextmanager
@@ -95,9 +88,6 @@ class Run:
     """books all time since the run was started; each commit takes what it has"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
-    identity: Mapping[Path, bytes] = field(default_factory=dict)
-    """small files of the folder that nobody writes meanwhile, without which it is no run's: those
-    that vanish are written again"""
 
 
 def initial_state(task: Task) -> TrainState:
@@ -213,21 +203,10 @@ def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     return str(target)
 
 
-def left_unevaluated(task: Task, state: TrainState) -> bool:
-    """Whether a step is the last that wasn't planned to be when it was done: the run was resumed
-    with fewer."""
-    return (state.pending is None and 0 < state.step != state.eval_step
-            and state.episodes >= task.length.total_samples)
-
-
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
     step, task, cfg, ranks = run.state.step, run.task, run.task.cfg, run.task.backend.ranks
-    written = None
-    if (row := run.state.pending) is None and left_unevaluated(task, run.state):
-        last = ranks.first_does(lambda: [{}, *run_logs.read_jsonl(run.folder.metrics)][-1])
-        row = written = last if last.get("step") == step else None
-    if row is None:
+    if (row := run.state.pending) is None:
         return
     improved, is_last = False, run.state.episodes >= task.length.total_samples
     if step == 0 or is_last or _due(cfg.eval.every_steps, step):
@@ -236,14 +215,11 @@ def finish_step(run: Run) -> None:
 
     def record() -> None:
         check_place(run)
-        run.recorder.row(row, written)
+        run.recorder.row(row)
 
     ranks.first_does(record)  # what the disk refuses rank 0 must stop all of them in step
     run.display.step(row, task.length.total_steps)
-    if written is None:
-        settle(run)
-    else:
-        commit(run, run.state)
+    settle(run)
     minutes = cfg.checkpoint.every_minutes
     overdue = minutes is not None and ranks.broadcast(
         monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
@@ -281,8 +257,6 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         state = replace(state, best=Best(step, figure))
     run.state = replace(state, eval_last=evaluation.figures, eval_step=step)
     row = {**row, **{f"eval/{name}": value for name, value in evaluation.figures.items()},
-           **{f"eval/{name}@{sampling}": value for sampling, one in evaluation.swept.items()
-              for name, value in one.figures.items()},
            "time/eval": spent.seconds["eval"], "cpu/eval": spent.cpu_seconds["eval"]}
     return row, improved and task.cfg.checkpoint.keep_best
 
@@ -342,10 +316,6 @@ def _tidy(run: Run, saved: TrainState) -> None:
     """What follows a checkpoint that is on the disk: older ones are pruned, then links moved."""
     if not run.task.backend.ranks.first:
         return
-    for path, raw in run.identity.items():
-        if not path.is_file():
-            atomic.write_atomic(path, raw)
-            log.warning("%s was gone; it is written again as it was", path)
     keep_checkpoints(run.task, run.folder, saved)
 
 

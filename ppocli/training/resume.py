@@ -22,7 +22,6 @@ from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
 from ppocli.training.task import RunLength, Task
-from ppocli.training.updates import lr_factor
 
 log = logging.getLogger("ppocli")
 
@@ -88,36 +87,12 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
     loop.keep_checkpoints(task, folder, state)  # a kill may have come between a save and this
     (folder.checkpoints / retention.PRUNED).unlink(missing_ok=True)  # nothing of it is missing now
     last_row = state.step - (state.pending is not None)
-    _forget_after(folder, state.step, last_row,
-                  evaluated=last_row == state.step and not loop.left_unevaluated(task, state))
+    _forget_after(folder, state.step, last_row)
     for problem in run_logs.row_problems(folder.metrics, folder.samples, last_row):
         log.warning("%s: lost or changed since it was written", problem)
-    unfinished = state.episodes < task.length.total_samples
-    if unfinished:
+    if state.episodes < task.length.total_samples:
         _set_aside_finished(folder)
     log.info("resuming step %d of %d from %s (verified)", state.step, task.length.total_steps, path)
-    if unfinished and (line := _rates(task, state)):
-        log.info(line)
-
-
-def _rates(task: Task, state: TrainState) -> str:
-    """What the schedules make of the learning rates that were typed, from the next update on; empty
-    where they make nothing of them."""
-    base = {group["role"]: group["base_lr"] for group in task.trained.optimizer.param_groups}
-    lines, update, unchanged = [], state.updates + 1, True
-    total = task.length.total_updates(task.cfg, state)
-    for role, lr in base.items():
-        shape = task.schedule(role)
-        factor = lr_factor(shape, state.updates, total)
-        unchanged = unchanged and factor == 1.0
-        why = (f"update {update} of {shape.warmup_updates} of its warm-up"
-               if update <= shape.warmup_updates else
-               f"update {update} of {total} on its {shape.name} schedule")
-        lines.append(f"{'of the value function ' * (role == 'value')}{lr * factor:.3g} = "
-                     f"{factor:.3g} x {lr:g}, {why}")
-    return "" if unchanged else (
-        f"the learning rate goes on at {'; '.join(lines)} (updates are counted from the run's "
-        f"start; {tasks.updates_section(task.cfg)}.scheduler.name=constant keeps to what is typed)")
 
 
 def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.RunFolder
@@ -133,22 +108,19 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
     pace, best = state.pace or Pace(now), state.best
     if pace.num_rollouts != now:
         pace = Pace(now, state.step, state.episodes)
-    if best is not None and state.judged_by not in (
-            fresh.judged_by, *task.resume.earlier_fingerprints()):
+    if best is not None and state.judged_by != fresh.judged_by:
         log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
                  "evaluation so far (step %d) is not comparable and forgotten", best.step)
         best = None
     return replace(state, pace=pace, best=best, judged_by=fresh.judged_by)
 
 
-def _forget_after(folder: run_folder.RunFolder, step: int, last_row: int, *,
-                  evaluated: bool = True) -> None:
-    """Remove rows past ``step``, and those that finishing it will write again: figures past
-    ``last_row``, and samples of its evaluation where it isn't ``evaluated``."""
+def _forget_after(folder: run_folder.RunFolder, step: int, last_row: int) -> None:
+    """Remove rows past ``step``, and those that finishing it will write again where its figures are
+    past ``last_row``."""
     run_logs.truncate_jsonl(folder.metrics, last_row)
-    run_logs.truncate_jsonl(folder.samples, step,
-                            also=lambda row: not evaluated and row.get("step") == step
-                            and row.get("kind") in (loop.EVAL_ROW, loop.SWEEP_ROW))
+    run_logs.truncate_jsonl(folder.samples, step, also=lambda row: step > last_row and (
+        row.get("step"), row.get("kind")) == (step, loop.EVAL_ROW))
     run_logs.truncate_events(folder.events, last_row)
 
 

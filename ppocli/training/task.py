@@ -179,9 +179,6 @@ class Evaluation:
     """rows for samples.jsonl"""
     tokens: int = 0
     """tokens generated"""
-    swept: "Mapping[str, Evaluation]" = field(default_factory=dict)
-    """``top_k=50`` -> what came of it, for every value of a key of ``generation.eval`` that is a
-    list, the first one being this evaluation"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +230,6 @@ class Resume:
         """Digest of everything that evaluations depend on, except the trained weights. All ranks
         call it in step."""
         return ""
-
-    def earlier_fingerprints(self) -> tuple[str, ...]:
-        """The same as earlier versions computed it, whose runs can be resumed."""
-        return ()
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
         """The state of a checkpoint, adapted to the present configuration, which may have

@@ -18,7 +18,6 @@ from runs import (
     copied,
     resumed,
     run,
-    scalars,
     spawn,
     words,
 )
@@ -227,15 +226,11 @@ def test_harmless_changes_are_listed_hold_from_here_on_and_become_the_runs_own(c
         assert f"changed on resume: {change}" in ended.err
         assert f"changed on resume: {change}" not in ended.out
         assert f"changed on resume: {change}" in (stopped / "ppocli.log").read_text()
-    # 8 updates were made, of the 12 that 3 steps of 2 epochs of 2 minibatches have
-    assert "the learning rate goes on at 0.000667 = 0.333 x 0.002, update 9 of 12 on its linear " \
-        "schedule; of the value function 0.000667 = 0.333 x 0.002, update 9 of 12" in ended.said
     rows = jsonl(stopped / "metrics.jsonl")
     assert rows[2]["objective/kl_coef"] < 0.2
     assert rows[3]["objective/kl_coef"] == 0.7
     assert rows[3]["eval/reward_mean"] is not None
     assert len(rows) == 4
-    assert "starts anew" in ended.said
     assert read_config(stopped / "config.yaml").ppo.optimizer.lr == 2e-3
     changes = read_changes(stopped)
     assert len(changes) == 4
@@ -243,21 +238,6 @@ def test_harmless_changes_are_listed_hold_from_here_on_and_become_the_runs_own(c
     summary = read_json(stopped / "summary.json")
     assert read_json(stopped / "run.json")["run_id"] == summary["run_id"]
     assert not (stopped / "config.next.yaml").exists()
-
-
-@pytest.mark.parametrize(("words_", "says"), [
-    ((), ("0.0005 = 0.5 x 0.001, update 9 of 16 on its linear", "coefficient goes on from 0.")),
-    # the value function's own schedule, and its warm-up
-    (("ppo.scheduler.name=constant", "ppo.value_scheduler.warmup_updates=11"),
-     ("0.001 = 1 x 0.001, update 9 of 16 on its constant", "of the value function 0.00075 = 0.75 x "
-      "0.001, update 9 of 11 of its warm-up")),
-    pytest.param(("ppo.scheduler.name=constant", "ppo.ent_coef=0.1", "ppo.ent_coef_end=0.4"),
-                 ("entropy coefficient goes on at 0.3, between",),  # steps 0 to 3, and this is 2
-                 marks=pytest.mark.slow)])
-def test_what_goes_on_at_a_value_that_nobody_typed_is_said(words_, says, command, stopped):
-    said = command(f"resume={stopped}", "eval.every_steps=null", *words_, code=0).out
-    assert [says_ for says_ in says if says_ not in said] == []
-    assert ("learning rate goes on" in said) == any("x 0.001" in one for one in says)
 
 
 @pytest.mark.parametrize(("change", "sizes"), [
@@ -284,29 +264,6 @@ def test_steps_of_another_size_end_where_they_were_planned_to(change, sizes, com
     assert f"step {len(sizes)}/{len(sizes)} " in ended.out
     record = read_run(stopped)
     assert (record.step, record.total_steps) == (len(sizes), len(sizes))
-
-
-@pytest.mark.slow
-def test_a_step_that_a_resume_makes_the_last_is_evaluated(command, reference, world):
-    """Also after a kill between its row, which has the figures then, and its checkpoint."""
-    stopped, saved = copied(reference, world / "runs/r", 3), "checkpoints/step-000003"
-    row = jsonl(reference / "metrics.jsonl")[3]
-    for _ in range(2):
-        assert "before and after" in command(f"resume={stopped}", "ppo.num_steps=3", code=0).out
-        rows = jsonl(stopped / "metrics.jsonl")
-        assert len(rows) == 4
-        assert rows[3].items() >= row.items()
-        after = read_json(stopped / "summary.json")["eval_after"]
-        assert after["reward_mean"] == rows[3]["eval/reward_mean"]
-        steps = [each["step"] for each in jsonl(stopped / "samples.jsonl")
-                 if each["kind"] == "eval"]
-        assert [steps.count(step) for step in (0, 2, 3)] == [len(steps) / 3] * 3
-        points = [(tag, step) for tag, step, _ in scalars(stopped)]
-        assert len(points) == len(set(points))
-        assert ("eval/reward_mean", 3) in points
-        for part in ("model", saved):
-            shutil.rmtree(stopped / part)
-        shutil.copytree(reference / saved, stopped / saved)
 
 
 def test_prompts_and_a_reference_that_have_changed_are_noticed(command, world):

@@ -31,11 +31,9 @@ def test_a_loop_of_trl_runs_as_it_stands(shared_world, tokenizer, tmp_path):
     query_tensors = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in TEXTS]
     for way in ("batched", "one by one"):
         if way == "batched":
-            response_tensors, ref_response_tensors = ppo_trainer.generate(
-                query_tensors, return_prompt=False, generate_ref_response=True, batch_size=2,
-                length_sampler=lambda: 6, **generation_kwargs)
-            # the policy is its reference yet, and both are drawn with the same random numbers
-            assert all(map(torch.equal, response_tensors, ref_response_tensors))
+            response_tensors = ppo_trainer.generate(
+                query_tensors, return_prompt=False, batch_size=2, length_sampler=lambda: 6,
+                **generation_kwargs)
             assert max(map(len, response_tensors)) == 6
         else:
             response_tensors = []
@@ -155,10 +153,7 @@ def test_generation_arguments_are_checked(arguments, said, idle):
 
 
 def test_objects_that_do_not_fit_are_refused(shared_world, tokenizer, tmp_path):
-    rates = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    for objects, error in (({"model": torch.nn.Linear(2, 2)}, "no language model"),
-                           ({"optimizer": rates}, "ppo.optimizer.lr"),
-                           ({"lr_scheduler": rates}, "ppo.scheduler.name")):
-        with refused(ConfigError, error):
-            PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, tokenizer=tokenizer, **objects)
+    with refused(ConfigError, "no language model"):
+        PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, torch.nn.Linear(2, 2),
+                   tokenizer=tokenizer)
     assert not (tmp_path / "trl").exists()

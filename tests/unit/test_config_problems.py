@@ -304,7 +304,6 @@ RULES_OF_DATA = [
     ("sft", {"data__template": "none"}, "data.template"),
     ("sft", {"sft__micro_batch_size": 64}, "sft.micro_batch_size, sft.mini_batch_size"),
     ("reward_model", {"checkpoint__metric": "acuracy"}, "checkpoint.metric"),
-    ("sft", {"generation__eval__top_k": [1, 2]}, "generation.eval.top_k"),
 ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.runs.run_logs import JsonlWriter, read_jsonl, truncate_events, truncate_jsonl
+from ppocli.runs.run_logs import JsonlWriter, truncate_events, truncate_jsonl
 
 
 def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
@@ -20,15 +20,6 @@ def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
     assert json.loads(lines[1])["text"] == "grüße 模型\n"
     assert json.loads(lines[2])["text"] == "\ud800"
     assert lines[3:] == [b""]
-
-
-@pytest.mark.parametrize("row", [{"step": 2, "more": 1.5}, {"step": 2}, {}])
-def test_a_row_takes_the_place_of_the_last(tmp_path: Path, row: dict):
-    with JsonlWriter(tmp_path / "m") as writer:
-        writer.append([{"step": 1}, {"step": 2, "a": 1}])
-        writer.append([row], over_last=True)
-        writer.append([{"step": 3}])
-    assert list(read_jsonl(tmp_path / "m")) == [{"step": 1}, row, {"step": 3}]
 
 
 def test_a_row_that_is_no_json_writes_nothing(tmp_path: Path):

@@ -22,11 +22,8 @@ from vllm_double import (
     slow,
 )
 
-from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts
-from ppocli.sampling.sampler import GenerationModel
-from ppocli.sampling.token_choice import ROLLOUT
 from ppocli.sampling.vllm.server_process import server_command
 
 GENERATE = "/inference/v1/generate"
@@ -86,18 +83,6 @@ def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path):
         assert found.gap is not None
         assert 0 < float(found.gap.abs().max()) < 1e-4
         assert bool(found.values[found.response_mask].all())
-
-
-def test_what_the_reference_says_is_decoded_here(tmp_path):
-    with one_server(tmp_path) as (session, engine):
-        disturb(session)
-        prompts = session.share_of_prompts(0, 4)[0]
-        with session.sampler.acting(session.policy) as policy, session.reference.view(
-                policy.lm) as lm:
-            before = engine.asked[GENERATE]
-            list(session.sampler.sample(prompts, session.sampling, ROLLOUT, GenerationModel(
-                lm, reference=True), StopFlag(), at_once=4, chunk=4))
-            assert engine.asked[GENERATE] == before
 
 
 def test_a_server_with_shared_output_embeddings_is_found_out(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppocli.config import keys, schema
+from ppocli.config import schema
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.trunk import has_encoder
@@ -55,7 +55,7 @@ def served_name(cfg: schema.TrainConfig, config: Any) -> str:
 
 def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
     """Tokens of the longest prompt and the longest response or episode together."""
-    new = [cfg.generation.max_new_tokens, *keys.several(cfg.generation.eval.max_new_tokens)]
+    new = [cfg.generation.max_new_tokens, cfg.generation.eval.max_new_tokens or 0]
     return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
 
 

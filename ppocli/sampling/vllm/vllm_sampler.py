@@ -41,7 +41,7 @@ MOST_OFF = {"fp32": 0.01, "bf16": 0.5}
 
 
 class VllmSampler(DecodeSampler):
-    """Responses of vLLM servers. What the reference says is decoded by our own loop."""
+    """Responses of vLLM servers."""
 
     repeatable = False
 
@@ -162,10 +162,7 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        if not self._is_policy(model):
-            yield from super().sample(prompts, spec, stream, model, stop, at_once=at_once,
-                                      chunk=chunk)
-            return
+        self._check_acting(model)
         begun = self.begin(prompts, spec, stream)
         with closing(begun.dealing):
             for start in range(0, len(prompts), chunk):
@@ -189,11 +186,8 @@ class VllmSampler(DecodeSampler):
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
                  stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
-        if self._is_policy(model):
-            yield self._turns(episodes, spec, stream, stop.check)
-            return
-        with super().converse(contexts, episodes, spec, stream, model, stop) as conversation:
-            yield conversation
+        self._check_acting(model)
+        yield self._turns(episodes, spec, stream, stop.check)
 
     def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
                poll: Callable[[], None]) -> Conversation:
@@ -210,10 +204,9 @@ class VllmSampler(DecodeSampler):
 
         return answer
 
-    def _is_policy(self, model: GenerationModel) -> bool:
-        if not model.reference and model.lm is not self._lm:
+    def _check_acting(self, model: GenerationModel) -> None:
+        if model.lm is not self._lm:
             raise RuntimeError("servers have no weights of a policy outside of acting()")
-        return not model.reference
 
     def answer(self, contexts: TokenRows, spec: SamplingSpec, seed: int, stream: int,
                episodes: Sequence[int], poll: Callable[[], None]) -> Generation:
