@@ -265,12 +265,12 @@ CLI = (
          "test_columns_that_do_not_fit_are_left_out_whole")),
     *noticed_by(
         "integration/test_cli_chat.py",
-        ("dropped_turns_not_counted", "cli/chat.py", "self.dropped += 1", "self.dropped += 0",
-         "test_the_oldest_turns_are_dropped_and_it_is_said_once")),
+        ("dropped_turns_not_counted", "cli/generate.py", "self.dropped += 1", "self.dropped += 0",
+         "test_the_oldest_turns_are_dropped_and_a_note_tells_once")),
     *noticed_by(
         "integration/test_cli_generate.py",
-        ("escapes_reach_the_terminal", "cli/generate.py", "mark + printable(each.text)",
-         "mark + each.text",
+        ("escapes_reach_the_terminal", "cli/generate.py", "show_text(answer.text)",
+         "put(answer.text)",
          "test_control_characters_reach_neither_terminal_nor_pipe")),
     *noticed_by(
         "integration/test_cli_completion.py",

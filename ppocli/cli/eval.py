@@ -28,7 +28,8 @@ def evaluate(
         overrides: Annotated[list[str] | None, typer.Argument(
             metavar="[KEY=VALUE]...", autocompletion=complete_setting,
             help="Settings that override those of the run.")] = None,
-        against: opt.Against = None,
+        against: str | None = option("RUN|base", "Give the same prompts to a second model; base is "
+            "the one that the run started from."),
         prompts: str | None = option(
             "SPEC", "Prompts to evaluate on: a file, a folder or a Hub data set."),
         reward: opt.Reward = None,
@@ -223,7 +224,8 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
         yield f"prompt   {_short(rows[0]['prompt'])}"
         for row in rows[:2]:
             score = f"[{shown_figure(row['score'])}] " if "score" in row else ""
-            for line in sample_text(row).split("\n") if "chosen" in row else [sample_text(row)]:
+            text = sample_text(row)
+            for line in text.split("\n") if {"chosen", "turns"} & set(row) else [text]:
                 yield f"{row['model']:7}  {score}{_short(line)}"
 
 

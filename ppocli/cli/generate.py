@@ -1,124 +1,105 @@
-"""``ppocli generate``, prompts to sampled responses on standard output; and ``ppocli chat``."""
+"""``ppocli generate``, prompts to sampled responses on standard output; and ``ppocli chat``, a
+conversation in a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, prompt_heading, say, show_text, typed_text, working
-from ppocli.config.text import clean, figure, printable
-from ppocli.distributed.standard_output import put, result_stream
-from ppocli.errors import ConfigError, InputError, PpocliError
+from ppocli.cli.output import complain, say, show_text, split_words, working
+from ppocli.config.text import clean, cut, figure, unescaped
+from ppocli.distributed.standard_output import put
+from ppocli.distributed.stop import StopRequested, catch_signals, signal_handlers
+from ppocli.errors import ConfigError, InputError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from ppocli.config.schema import GenerationConfig, TrainConfig
+    from ppocli.evaluation.eval_request import EvalRequest
+    from ppocli.evaluation.player import Player
+    from ppocli.rewards.scoring import Reward
+    from ppocli.runs.target import Target
     from ppocli.sampling.prompting import Answer
 
 HOW = ("give --prompt TEXT, --prompts FILE (json, jsonl, csv, tsv, parquet or txt), or prompts on "
        "standard input, one per line")
-_OPTIONS = (("prompts.path=", "--prompts "), ("prompts.column=", "--column "),
-            ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 
 
 def generate(
-        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
+        run: Run = None, overrides: Overrides = None,
         prompt: list[str] | None = option("TEXT", "A prompt (repeatable).", "--prompt", "-p"),
         prompts_file: str | None = option(
             "FILE", "Prompts: txt (one per line), json, jsonl, csv, tsv, parquet; -: standard "
             "input.",
             "--prompts"),
-        column: str = option("NAME", "Column of the file with the prompts.", default="prompt"),
         num_samples: int = option(
             "K", "Responses to each prompt.", "--num-samples", "-n", default=1, min=1),
-        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
-        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
-        min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
-        ignore_eos: opt.IgnoreEos = False, greedy: opt.Greedy = False, stop: opt.Stop = None,
-        seed: opt.Seed = 0, trust: opt.Trust = False, chat: opt.Chat = None,
-        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
-        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
-        batch_size: int = option("N", "Samples decoded together.", default=64, min=1),
-        env: opt.Env = False, as_json: AsJson = False) -> None:
+        score: opt.Score = False, reward: opt.Reward = None,
+        step: opt.Step = None, best: opt.Best = False, trust: opt.Trust = False,
+        as_json: AsJson = False) -> None:
     """Sample responses from a run, a checkpoint or a model.
 
     Prompts come from --prompt, --prompts or standard input. Sampling follows the run's
-    settings unless options change them. Standard output contains only the responses.
+    settings unless words change them. Standard output contains only the responses.
 
     \b
     Examples:
       ppocli generate runs/NAME --prompt "The film was"
       ppocli generate runs/NAME --prompts prompts.jsonl -n 4 --score --json
-      ppocli generate runs/NAME --prompt "The film was" --against base --score
-      ppocli generate ./model --temperature 0.7 --max-new-tokens 60 < prompts.txt
-      ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20
-      ppocli generate runs/NAME --env prompts.eval.limit=4
+      ppocli generate ./model generation.temperature=0.7 generation.max_new_tokens=60 < prompts.txt
+      ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20 seed=1
+      ppocli generate ./chat-model -p "Hello" prompts.chat=true
     """
-    from ppocli.cli.sampling_request import find_models, loaded, sampling_request
-
-    request = sampling_request(ctx)
-    prompt = [typed_text("--prompt", text) for text in prompt or ()]
-    if env:
-        from ppocli.cli import episodes
-
-        episodes.generate(request, episode_words(prompt, prompts_file, column, chat, batch_size),
-                          None if prompts_file == "-" else prompts_file, as_json=as_json)
-        return
-    lines = typed_prompts(prompt, prompts_file)
-    chosen = find_models(request)
-    chat = bool(chosen.chat)
-    if system is not None and not chat:
-        raise ConfigError("--system needs a conversation, but prompts are used as plain texts.",
-                          where="--system", fix="add --chat")
-    if chosen.cfg.prompts.template is not None and not chat:
-        say("prompts.template of the run is not applied: prompts are used as they are")
-    cells, columns = read_prompts(prompts_file, column, lines, chat=chat)
-    with working() as stopping, loaded(request, chosen, list(columns)) as (
-            players, generation, judge):
+    request = _request(run, overrides, reward, step, best, trust)
+    items = typed_prompts([unescaped(text) for text in prompt or ()], prompts_file)
+    scored = score or reward is not None
+    with working() as stopping:
         from ppocli.evaluation.player import scores_of
+        from ppocli.sampling.prompting import BATCH
 
-        messages = with_system(cells, system)
-        texts = [player.render(messages, chat=chat, tools=columns.get(
-            chosen.cfg.prompts.tools or "")) for player in players]
-        tokens = [player.tokens(rendered, generation, chat=chat)
-                  for player, rendered in zip(players, texts, strict=True)]
-        shown = [cell if isinstance(cell, str) else text
-                 for cell, text in zip(cells, texts[0], strict=True)]
-        with closing(ResponsePrinter(shown, [player.name for player in players], num_samples,
-                                     as_json=as_json, scored=judge is not None)) as printer:
-            batches = [player.answers(
-                ids, generation, seed=seed, num_samples=num_samples, batch=batch_size,
-                poll=stopping.check, show=partial(show_text, end="") if printer.streams else None)
-                for player, ids in zip(players, tokens, strict=True)]
-            # each batch is printed as soon as all models have answered it
-            for answers in zip(*batches, strict=True):
-                printer.write(answers, [
-                    [None] * len(batch) if judge is None else
-                    scores_of(judge, player, rendered, batch, columns, messages if chat else ())
-                    for player, rendered, batch in zip(players, texts, answers, strict=True)])
+        target, cfg = _configured(request, scored)
+        chat = bool(cfg.prompts.chat)
+        cells, columns = _read_prompts(cfg, prompts_file, items)
+        with _loaded(request, target, cfg, scored, list(columns)) as (player, generation, judge):
+            texts = player.render(cells, chat=chat, tools=columns.get(cfg.prompts.tools or ""))
+            shown = [cell if isinstance(cell, str) else text
+                     for cell, text in zip(cells, texts, strict=True)]
+            scores: list[float] = []
+            for answers in player.answers(
+                    player.tokens(texts, generation, chat=chat), generation, seed=cfg.seed,
+                    num_samples=num_samples, batch=cfg.ppo.chunk_size or BATCH,
+                    poll=stopping.check):
+                judged = [None] * len(answers) if judge is None else scores_of(
+                    judge, player, texts, answers, columns, cells if chat else ())
+                scores += [one for one in judged if one is not None]
+                for answer, one in zip(answers, judged, strict=True):
+                    if as_json:
+                        put(json.dumps({
+                            "prompt": shown[answer.prompt], "sample": answer.sample,
+                            "response": answer.text, "model": player.name, "score": one,
+                            "finished": answer.finished, "response_tokens": len(answer.ids)}))
+                    else:
+                        _print_answer(answer, one, shown, num_samples)
                 stopping.check()
+            if scores:
+                mean = figure(math.fsum(scores) / len(scores), 3)
+                complain(f"mean score of {player.name}: {mean} ({len(scores)} scored)")
 
 
 def chat(
-        ctx: typer.Context, run: Run = None, overrides: Overrides = None,
-        max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
-        temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
-        min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
-        ignore_eos: opt.IgnoreEos = False, greedy: opt.Greedy = False, stop: opt.Stop = None,
-        seed: opt.Seed = 0, trust: opt.Trust = False, chat: opt.Chat = None,
-        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
-        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
-        env: opt.Env = False,
-        watch: bool = opt.flag("With --env: the policy plays, and you look on.")) -> None:
+        run: Run = None, overrides: Overrides = None,
+        system: str | None = option("TEXT", "A system message before each conversation."),
+        score: opt.Score = False, reward: opt.Reward = None,
+        step: opt.Step = None, best: opt.Best = False, trust: opt.Trust = False) -> None:
     """Chat with a run, a checkpoint or a model in the terminal.
 
     Answers appear as they are sampled. With a chat template the conversation is kept; without one,
@@ -129,218 +110,362 @@ def chat(
     Examples:
       ppocli chat
       ppocli chat runs/NAME --score
-      ppocli chat runs/NAME --against base --temperature 0.7
-      ppocli chat runs/NAME --env
+      ppocli chat ./model generation.temperature=0.7
     """
-    from ppocli.cli.sampling_request import sampling_request
-
-    request = sampling_request(ctx)
-    if watch and not env:
-        raise ConfigError("There is no game to watch.", where="--watch", fix="add --env")
+    request = _request(run, overrides, reward, step, best, trust)
     if not sys.stdin.isatty():
         raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
                           where="standard input",
                           fix="ppocli generate takes prompts from a pipe or a file")
-    if env:
-        from ppocli.cli import episodes
+    scored = score or reward is not None
+    with working():
+        target, cfg = _configured(request, scored)
+        with _loaded(request, target, cfg, scored) as (player, generation, judge):
+            talk = Chat(cfg, player, generation, judge, system and unescaped(system))
+            with _awaiting_lines():
+                talk.greet()
+                # line editing and history for input(), where Python was built with it
+                with suppress(ImportError):
+                    import readline  # noqa: F401
+                while talk.take(_typed()):
+                    pass
 
-        episodes.chat(request, watch=watch)
-        return
-    from ppocli.cli.chat import converse
 
-    converse(request)
+# The policy ---------------------------------------------------------------------------------------
+
+def _request(run: str | None, overrides: Sequence[str] | None, reward: str | None,
+             step: int | None, best: bool, trust: bool) -> EvalRequest:
+    from ppocli.evaluation.eval_request import EvalRequest
+
+    run, words = split_words(run, overrides)
+    return EvalRequest(run=run, words=tuple(words), reward=reward, step=step, best=best,
+                       trust=trust)
 
 
-# Prompts ------------------------------------------------------------------------------------------
+def _configured(request: EvalRequest, scored: bool) -> tuple[Target, TrainConfig]:
+    """The policy, found but not loaded, and how it was trained, or the defaults for a model that
+    came from elsewhere; ``prompts.chat`` is decided.
+
+    Raises:
+        ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
+            :func:`ppocli.launch.target_config.target_config`.
+    """
+    from ppocli.config.config_yaml import with_values
+    from ppocli.launch.target_config import target_config
+    from ppocli.models.loading.chat_template import decided, present
+    from ppocli.runs.target import find_target
+
+    target = find_target(request.run, say=say, step=request.step, best=request.best)
+    request.check()
+    cfg = target_config(target, request.overrides(target), needs_reward=scored,
+                        needs_prompts=False, trusts=request.trust, say=say)
+    if any(word.startswith("rollout.") for word in request.words) and cfg.rollout.engine != "vllm":
+        raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
+                          where="rollout", fix="rollout.engine=vllm rollout.urls=[URL]; ppocli "
+                          "eval takes other engines")
+    cfg = with_values(cfg, {
+        "model.chat_template_date": cfg.model.chat_template_date or present()})
+    revision = cfg.model.revision if target.model == cfg.model.path else None
+    return target, decided(cfg, target.model, revision, name=target.name)
+
+
+@contextmanager
+def _loaded(request: EvalRequest, target: Target, cfg: TrainConfig, scored: bool,
+            columns: Sequence[str] = ()
+            ) -> Iterator[tuple[Player, GenerationConfig, Reward | None]]:
+    """The model, how it samples, and the reward where responses are scored.
+
+    Sampling is that of words over the run's settings, or over the model's generation_config.json
+    without a run.
+
+    Args:
+        columns: of metadata, which the reward gets.
+
+    Raises:
+        ConfigError: settings out of range.
+        InputError: a model or its tokenizer is unusable.
+        RewardError: the reward can't be made.
+    """
+    from ppocli.distributed.backend import open_backend
+    from ppocli.evaluation import player as players
+    from ppocli.models.loading.chat_template import stop_clock, tokenizers_of
+    from ppocli.models.loading.model_config import policy_config
+
+    generation = players.changed_sampling(cfg, {})  # refused before anything is loaded
+    reward = players.build_judge(cfg.reward, columns) if scored else None
+    for tokenizer in [] if reward is None else tokenizers_of(reward):
+        stop_clock(tokenizer, cfg.model.chat_template_date)
+    with open_backend(cfg.hardware, target.run_dir) as backend:
+        player = players.load_player(policy_config(cfg.model, target.model), target.name, backend)
+        declared = {} if target.run_dir else {
+            name: value for name, value in players.own_sampling(player.loaded).items()
+            if not request.sets(f"generation.{name}")}
+        if declared:
+            say("sampling as its generation_config.json says: " + ", ".join(
+                f"{name}={value}" for name, value in declared.items()))
+            generation = players.changed_sampling(
+                cfg, declared, dict.fromkeys(declared, "generation_config.json"))
+        if cfg.rollout.engine == "vllm":
+            with players.served(player, cfg, backend) as served:
+                yield served, generation, reward
+        else:
+            yield player, generation, reward
+
+
+# generate -----------------------------------------------------------------------------------------
 
 def typed_prompts(prompts: Sequence[str], file: str | None) -> list[str] | None:
     """The prompts of the command line, or those on standard input, one per line; None if they come
     from a file.
 
     Raises:
-        ConfigError: there are no prompts, or two sources of them; or one is empty.
+        ConfigError: there are no prompts, or two sources of them.
         InputError: standard input is not UTF-8.
     """
     if prompts and file is not None:
         raise ConfigError("--prompt and --prompts can't be combined.", where="command line",
                           fix="give one of them")
-    if blank := [text for text in prompts if not text.strip()]:
-        raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
-                          fix="give some text")
     if prompts or file not in (None, "-"):
         return list(prompts) if prompts else None
     if sys.stdin.isatty() and file is None:
         raise ConfigError("There are no prompts.", where="command line", fix=HOW)
-    raw = sys.stdin.buffer.read()
     try:
-        text = raw.decode("utf-8").removeprefix("\N{BYTE ORDER MARK}")
+        lines = sys.stdin.buffer.read().decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise InputError(f"Line {line} of standard input is not UTF-8.", where="standard input",
+        raise InputError("Standard input is not UTF-8.", where="standard input",
                          fix="convert it: iconv -f latin-1 -t utf-8") from error
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
     if not any(line.strip() for line in lines):
         raise ConfigError("There are no prompts: standard input is empty.", where="command line",
                           fix=HOW)
-    return lines[:-1] if lines[-1] == "" else lines
+    return lines
 
 
-def episode_words(prompts: Sequence[str], file: str | None, column: str, chat: bool | None,
-                  batch: int) -> list[str]:
-    """The options of ``generate --env`` on prompts, as words; without any, the run's evaluation
-    prompts are played."""
-    from ppocli.config.config_yaml import mapping_words
-
-    items = typed_prompts(prompts, file) if prompts or file else None
-    return mapping_words({"ppo": {"chunk_size": batch}, "prompts": {
-        **({} if chat is None else {"chat": chat}), **({} if file is None else {"column": column}),
-        **({} if items is None else {"eval": {"path": None, "items": items}})}})
-
-
-def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool
-                 ) -> tuple[list[Any], dict[str, list[Any]]]:
+def _read_prompts(cfg: TrainConfig, file: str | None, items: list[str] | None
+                  ) -> tuple[list[Any], dict[str, list[Any]]]:
     """The prompts (texts, or lists of chat messages) and their metadata by column name, read as
-    those of a training are; blank ones are dropped.
-
-    Args:
-        lines: from :func:`typed_prompts`.
-        chat: whether prompts may be chat messages.
+    those of a training are, without ``prompts.template``; blank ones are dropped.
 
     Raises:
         InputError: the file is missing, unreadable or empty, or lacks the column.
     """
-    from ppocli.config.keys import joined_paths, row_paths
     from ppocli.config.schema import PromptsConfig
     from ppocli.data import chat_text, sources
 
+    if cfg.prompts.template is not None and not cfg.prompts.chat:
+        say("prompts.template of the run is not applied: prompts are used as they are")
     notes: list[str] = []
-    path = None if lines is not None else file
-    if path:  # of files, never of data sets on the Hub
-        path = joined_paths([
-            each if each.startswith((BUILTIN_PREFIX, "~", "/")) or "://" in each else f"./{each}"
-            for each in row_paths(path)])
-    cfg = PromptsConfig(column=column, chat=chat, items=lines, path=path)
-    try:
-        spec = sources.training_spec(cfg, None)
-        rows = chat_text.take_rows(sources.open_rows(spec, notes), spec, notes)
-        columns = chat_text.metadata(rows, spec)
-        cells = [chat_text.with_system_turn(row.values[column], row, spec, notes) for row in rows]
-    except PpocliError as error:
-        if error.fix and ("prompts.name=" in error.fix or "prompts.split=" in error.fix):
-            error.fix = f"name the files: --prompts '{file}/*.jsonl', or whatever they are called"
-        for key, option in _OPTIONS:
-            error.where = error.where and error.where.replace(key, option)
-            error.fix = error.fix and error.fix.replace(
-                f"'{key}", f"{option}'").replace(key, option)
-        raise
+    source = PromptsConfig(items=items, chat=cfg.prompts.chat, tools=cfg.prompts.tools) \
+        if items is not None else PromptsConfig(
+            path=file, column=cfg.prompts.column, chat=cfg.prompts.chat, tools=cfg.prompts.tools)
+    spec = sources.training_spec(source, None)
+    rows = chat_text.take_rows(sources.open_rows(spec, notes), spec, notes)
+    cells = [chat_text.with_system_turn(row.values[spec.column], row, spec, notes) for row in rows]
     for note in notes:
         say(note)
-    return cells, columns
+    return cells, chat_text.metadata(rows, spec)
 
 
-def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
-    """The prompts as conversations that begin with a system message, unless they bring their own.
-    """
-    if system is None:
-        return list(cells)
-    opening = [{"role": "system", "content": system}]
-    talks = [[{"role": "user", "content": cell}] if isinstance(cell, str) else list(cell)
-             for cell in cells]
-    return [talk if talk[0]["role"] == "system" else opening + talk for talk in talks]
-
-
-# Responses ----------------------------------------------------------------------------------------
-
-class ResponsePrinter:
-    """Writes batches of answers of one or two models to the same prompts.
-
-    Args:
-        prompts: as the user wrote them.
-        names: of the models.
-        num_samples: responses to each prompt.
-    """
-
-    def __init__(self, prompts: Sequence[str], names: Sequence[str], num_samples: int, *,
-                 as_json: bool, scored: bool) -> None:
-        self._prompts, self._names, self._samples = prompts, names, num_samples
-        self._json, self._scored = as_json, scored
-        self._scores: list[list[float]] = [[] for _ in names]
-        self._heading: int | None = None
-        self._bare = len(prompts) == num_samples == len(names) == 1 and not as_json
-        self.streams = self._bare and result_stream().isatty()
-        """whether the text of the only response is shown while it grows"""
-        self._open_line = self.streams
-
-    def write(self, answers: Sequence[Sequence[Answer]],
-              scores: Sequence[Sequence[float | None]]) -> None:
-        """Print a batch: a list of answers for each model, of the same samples, and their scores.
-        """
-        for row, judged in zip(zip(*answers, strict=True), zip(*scores, strict=True), strict=True):
-            for model_scores, score in zip(self._scores, judged, strict=True):
-                if score is not None:
-                    model_scores.append(score)
-            if self._json:
-                self._objects(row, judged)
-            elif self._bare:
-                self._one(row[0], figure(judged[0], 3))
-            else:
-                self._block(row, [figure(score, 3) for score in judged])
-
-    def close(self) -> None:
-        """End an unfinished line; print the mean score of several samples."""
-        if self._open_line:
-            put()
-            self._open_line = False
-        for name, scores in zip(self._names, self._scores, strict=True):
-            if scores and not self._bare:
-                mean = math.fsum(scores) / len(scores)
-                complain(f"mean score of {name}: {figure(mean, 3)} ({len(scores)} scored)")
-
-    def _objects(self, row: Sequence[Answer], scores: Sequence[float | None]) -> None:
-        for name, answer, score in zip(self._names, row, scores, strict=True):
-            put(json.dumps({
-                "prompt": self._prompts[answer.prompt], "sample": answer.sample,
-                "response": answer.text, "model": name, "score": score,
-                "finished": answer.finished, "response_tokens": len(answer.ids)}))
-
-    def _one(self, answer: Answer, score: str) -> None:
-        show_text("" if self.streams else answer.text)
-        self._open_line = False
-        if self._scored:
-            complain(f"score {score}")
-
-    def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:
-        answer = row[0]
-        if answer.prompt != self._heading:
-            if self._heading is not None and len(row) == 1:
-                put()
-            self._heading = answer.prompt
-            put(prompt_heading(answer.prompt, self._prompts[answer.prompt]))
-        facts = [] if self._samples == 1 else [f"sample {answer.sample + 1}"]
-        if self._scored and len(row) == 1:
-            facts.append(f"score {scores[0]}")
+def _print_answer(answer: Answer, score: float | None, prompts: Sequence[str], num_samples: int
+                  ) -> None:
+    """Print a response, under its prompt and number where there are several."""
+    facts = [f"sample {answer.sample + 1}"] * (num_samples > 1)
+    facts += [] if score is None else [f"score {figure(score, 3)}"]
+    if len(prompts) > 1 or num_samples > 1:
+        if not answer.sample:
+            put(("\n" if answer.prompt else "") + f"== prompt {answer.prompt + 1}: "
+                f"{cut(clean(prompts[answer.prompt]), 100)}")
         if facts:
             put("-- " + ", ".join(facts))
-        if len(row) == 1:
-            show_text(answer.text)
-            return
-        marks = [f"[{score}] " if self._scored else "" for score in scores]
-        put(side_by_side(self._names, [mark + printable(each.text)
-                                         for mark, each in zip(marks, row, strict=True)]))
+    show_text(answer.text)
 
 
-def side_by_side(names: Sequence[str], texts: Sequence[str]) -> str:
-    """Columns of equal width under their names, as wide together as the terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+# chat ---------------------------------------------------------------------------------------------
 
-    table = Table(box=box.SQUARE, expand=True)  # rich takes another where it can't be printed
-    for name in names:
-        table.add_column(Text(clean(name)), ratio=1, overflow="fold")
-    table.add_row(*map(Text, texts))
-    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip("\n")
+HELP = """\
+/quit            leave (also Ctrl-D); Ctrl-C stops an answer
+/reset           forget the conversation
+/set NAME=VALUE  change the sampling, e.g. /set temperature=0.7 max_new_tokens=60 seed=1
+/set             show the sampling
+/help            this list
+//text           a text that begins with a slash"""
+
+
+class Chat:
+    """A conversation of the user with a model, which a chat template renders as a whole; without
+    one each text is a separate prompt.
+
+    Raises:
+        ConfigError: there is no chat template for ``prompts.chat=true`` or a system message.
+    """
+
+    def __init__(self, cfg: TrainConfig, player: Player, generation: GenerationConfig,
+                 reward: Reward | None, system: str | None = None) -> None:
+        self._cfg, self._player, self._generation, self._reward = cfg, player, generation, reward
+        self._seed = cfg.seed
+        self.keeps_turns = player.has_chat_template and cfg.prompts.chat is not False
+        """whether the chat template renders the conversation"""
+        if (system is not None or cfg.prompts.chat) and not self.keeps_turns:
+            raise ConfigError(f"{player.name} is used without a chat template.",
+                              where="--system" if system else "prompts.chat",
+                              fix="leave it out: each text is a prompt of its own")
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation; the random numbers start over."""
+        self._next_number = 0
+        self.turns: list[list[dict[str, str]]] = []
+        """messages of user and assistant, the oldest first; always empty without a template"""
+        self.dropped = 0
+        """turns that no longer fit the model"""
+
+    def greet(self) -> None:
+        """Print the name of the model and the sampling."""
+        say(f"chatting with {clean(self._player.name)}: {self._sampling()}")
+        if not self.keeps_turns:
+            say("no chat template: each text is a prompt of its own, and the answer continues it")
+        say("/help lists the commands, /quit leaves")
+
+    def take(self, line: str) -> bool:
+        """Answer a line, or carry out its command; returns False to leave.
+
+        Raises:
+            StopRequested: SIGTERM came, or the terminal went away.
+        """
+        if not line.strip():
+            return True
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                return self._obey(line.split())
+            self._answer(line.removeprefix("/"))
+        except PpocliError as error:
+            complain(f"Error: {error}")  # this line failed; the conversation goes on
+        return True
+
+    def prompt(self, text: str) -> tuple[list[Any], str, list[int]]:
+        """The prompt that continues the conversation with ``text``: messages, rendered, tokens.
+
+        The oldest turns are dropped as long as the whole and an answer don't fit the model.
+
+        Raises:
+            ConfigError: the text alone is too long, or empty.
+            InputError: the chat template refuses it.
+        """
+        chat = self.keeps_turns
+        while True:
+            messages = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
+            rendered = self._player.render([messages if chat else text], chat=chat)
+            try:
+                tokens, = self._player.tokens(rendered, self._generation, chat=chat)
+                return messages, rendered[0], tokens
+            except ConfigError:
+                if not self.turns:
+                    raise
+            if not self.dropped:
+                say("(the conversation has outgrown the model's positions: its oldest turns are "
+                    "left out)")
+            del self.turns[0]
+            self.dropped += 1
+
+    def _obey(self, words: list[str]) -> bool:
+        name, *values = words
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/help":
+            complain(HELP)
+        elif name == "/reset":
+            self.reset()
+            complain("forgotten")
+        elif name == "/set":
+            self._set(values)
+        else:
+            raise ConfigError(f"There is no command {name}.", fix="/help lists them; //text sends "
+                              "a text that begins with a slash")
+        return True
+
+    def _set(self, values: list[str]) -> None:
+        from ppocli.evaluation.player import CHANGEABLE, changed_sampling
+
+        changes = {}
+        for name, _, text in (word.partition("=") for word in values):
+            changes[name] = text
+            with suppress(ValueError):
+                changes[name] = json.loads(text)
+        seed = changes.pop("seed", self._seed)
+        if not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seed is {seed!r}; it takes a number from 0.", fix="/set seed=1")
+        now = {name: getattr(self._generation, name) for name in CHANGEABLE}
+        self._generation = changed_sampling(self._cfg, now | changes)
+        if seed != self._seed:
+            self._seed, self._next_number = seed, 0
+        complain(self._sampling())
+
+    def _sampling(self) -> str:
+        from ppocli.sampling.token_choice import SAMPLING_KEYS
+
+        shown = [f"{name}={getattr(self._generation, name)}" for name in SAMPLING_KEYS]
+        return ", ".join([*shown, f"seed={self._seed}"])
+
+    def _answer(self, text: str) -> None:
+        """Print the answer; Ctrl-C ends it, and its beginning is kept."""
+        from ppocli.evaluation.player import scores_of
+
+        number, self._next_number = self._next_number, self._next_number + 1
+        messages, rendered, tokens = self.prompt(text)
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            show_text(piece, end="")
+
+        with catch_signals() as stop:
+            try:
+                try:
+                    answer, = chain.from_iterable(self._player.answers(
+                        [tokens], self._generation, seed=self._seed, first=number,
+                        poll=stop.check, show=show))
+                finally:
+                    put()
+                    if pieces and self.keeps_turns:
+                        self.turns.append([messages[-1],
+                                           {"role": "assistant", "content": "".join(pieces)}])
+                if self._reward is not None:
+                    score, = scores_of(self._reward, self._player, [rendered], [answer], {},
+                                       [messages] if self.keeps_turns else [])
+                    complain(f"score {figure(score, 3)}")
+                stop.check()
+            except StopRequested as stopped:
+                if stopped.signal_number != signal.SIGINT:
+                    raise
+                complain("(stopped)")
+
+
+@contextmanager
+def _awaiting_lines() -> Iterator[None]:
+    """A block that waits for lines of the user until Ctrl-D: signals end the waiting at once
+    instead of setting a flag.
+
+    Raises:
+        StoppedError: left by Ctrl-C.
+        StopRequested: SIGTERM came, or the terminal went away.
+    """
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise StopRequested(signal.SIGTERM)
+
+    try:
+        with signal_handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: leave,
+                              signal.SIGHUP: leave}):
+            yield
+    except EOFError:
+        put()
+    except KeyboardInterrupt:
+        put()
+        raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
+
+
+def _typed() -> str:
+    try:
+        return input("> ")
+    except UnicodeDecodeError:
+        complain("Error: that was not UTF-8")
+        return ""

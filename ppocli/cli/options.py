@@ -219,34 +219,4 @@ Best = Annotated[bool, typer.Option("--best", help="The run's best checkpoint by
 Reward = Annotated[str | None, typer.Option(
     metavar="IMPORT", help="Score with another reward: module:function, file.py:function or a "
     "built-in; its arguments follow as words, reward.kwargs.NAME=VALUE.")]
-Against = Annotated[str | None, typer.Option(
-    metavar="RUN|base", help="Give the same prompts to a second model; base is the one that the "
-    "run started from.")]
-
-# of generate and chat
 Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
-Env = Annotated[bool, typer.Option("--env", help="Play the run's environment (env.fn); prompts are "
-                                   "those of its evaluation unless others are given.")]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Equal seeds give equal responses.")]
-Chat = Annotated[bool | None, typer.Option(
-    "--chat/--no-chat", show_default=False, help="Render prompts with the chat template, or use "
-    "them as they are (default: as the model was trained).")]
-System = Annotated[str | None, typer.Option(
-    metavar="TEXT", help="A system message before each conversation.")]
-MaxNew = Annotated[int | None, typer.Option(
-    metavar="N", help="Maximum length of a response in tokens.")]
-MinNew = Annotated[int | None, typer.Option(
-    metavar="N", help="Minimum length of a response in tokens.")]
-Temperature = Annotated[float | None, typer.Option(metavar="T", help="Softmax temperature.")]
-TopK = Annotated[int | None, typer.Option(
-    metavar="K", help="Sample among the K most likely tokens (0: all).")]
-TopP = Annotated[float | None, typer.Option(metavar="P", help="Nucleus sampling (1: all).")]
-MinP = Annotated[float | None, typer.Option(metavar="P", help="Leave out tokens below this share "
-                                            "of the most likely one's probability (0: none).")]
-Penalty = Annotated[float | None, typer.Option(metavar="X", help="Make tokens less likely that are "
-                                               "in the prompt or the response already (1: off).")]
-IgnoreEos = Annotated[bool, typer.Option(
-    "--ignore-eos", help="Go on after the model's end-of-sequence token.")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]
-Stop = Annotated[list[str] | None, typer.Option(
-    metavar="TEXT", help="A text that ends a response (repeatable).")]

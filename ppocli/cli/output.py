@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.config.text import (
     clean,
-    cut,
-    how_unescaped,
     printable,
     printable_json,
-    unescaped,
     user_line,
 )
 from ppocli.distributed.launchers import Launched, find_launch
 from ppocli.distributed.standard_output import put, reserve_stdout, result_stream
-from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals, signal_handlers
+from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
@@ -88,15 +85,6 @@ def complain(text: str) -> None:
 
     with suppress(OSError, ValueError, AttributeError):
         print(safe_text(text), file=sys.stderr, flush=True)
-
-
-def typed_text(option: str, text: str) -> str:
-    """The text of an option, unescaped by :func:`ppocli.config.text.unescaped`; prints a note if
-    that
-    changes it."""
-    if (note := how_unescaped(option, text)) is not None:
-        say(note)
-    return unescaped(text)
 
 
 def has_colours() -> bool:
@@ -183,12 +171,6 @@ def shown_figure(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
-
-
-def prompt_heading(number: int, prompt: str, sample: int = 0) -> str:
-    """The line above the responses to a prompt, or above one of several episodes of it."""
-    suffix = f", sample {sample + 1}" if sample else ""
-    return f"== prompt {number + 1}{suffix}: {cut(clean(prompt), 100)}"
 
 
 def reward_labels(reward: RewardConfig) -> list[str]:
@@ -289,28 +271,6 @@ def answer_to(question: str) -> str | None:
     result_stream().flush()
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip()
-
-
-@contextmanager
-def awaiting_lines(**handlers: Any) -> Iterator[None]:
-    """A block that waits for lines of the user until Ctrl-D: signals end the waiting at once
-    instead of setting a flag.
-
-    Args:
-        handlers: of further signals, by their names.
-
-    Raises:
-        StoppedError: left by Ctrl-C.
-    """
-    handlers["SIGINT"] = signal.default_int_handler
-    try:
-        with signal_handlers({signal.Signals[name]: each for name, each in handlers.items()}):
-            yield
-    except EOFError:
-        put()
-    except KeyboardInterrupt:
-        put()
-        raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
 
 
 def leave(code: int) -> NoReturn:

@@ -75,20 +75,16 @@ class Player:
                 text holds half of a UTF-16 pair.
         """
         if chat and not self.has_chat_template:
-            raise InputError(f"The tokenizer of {self.name} has no chat template.", where="--chat",
-                             fix="--no-chat takes prompts as they are")
+            raise InputError(f"The tokenizer of {self.name} has no chat template.",
+                             where="prompts.chat", fix="prompts.chat=false takes prompts as they "
+                             "are")
         cells = zip(prompts, tools or [None] * len(prompts), strict=True)
         rows = [Row(f"prompt {number}", {"prompt": prompt, "tools": its_tools})
                 for number, (prompt, its_tools) in enumerate(cells, start=1)]
         spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat, tools="tools"),
                              None)
-        try:
-            rows = [with_prompt(row, spec, Shapes(spec, [])) for row in rows]
-            return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
-        except InputError as error:
-            # the message names the prompt; its key is none of the user's
-            error.where = "--chat" if chat else None
-            raise
+        rows = [with_prompt(row, spec, Shapes(spec, [])) for row in rows]
+        return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
 
     def tokens(self, texts: Sequence[str], generation: schema.GenerationConfig, *,
                chat: bool = False) -> list[list[int]]:
@@ -128,8 +124,8 @@ class Player:
             yield from sampler.stepped(made, self.autocast)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"{self.name} ran out of memory with {batch} responses at once.",
-                                   where="--batch-size",
-                                   fix="--batch-size N, or fewer --max-new-tokens") from error
+                                   where="ppo.chunk_size", fix="set it lower, or "
+                                   "generation.max_new_tokens") from error
 
 
 def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = None) -> Player:

@@ -265,8 +265,8 @@ def build_reward(cfg: RewardConfig, *,
         parts = (bind(EnvironmentReward, kwargs, key="env.fn", name="env"), *parts)
     if not parts:
         raise ConfigError("There is no reward function: an environment gives the rewards (env.fn).",
-                          where="reward.fn", fix="ppocli eval and ppocli generate --env play it; "
-                          "or name a function: reward.fn=my_rewards:score")
+                          where="reward.fn", fix="ppocli eval plays it; or name a function: "
+                          "reward.fn=my_rewards:score")
     return Reward(parts, reward.cfg, reward.splits).built(first)
 
 

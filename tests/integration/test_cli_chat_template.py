@@ -55,21 +55,16 @@ def test_how_a_model_was_trained_decides_how_it_is_prompted(kind, more, trained,
     assert (record("model"), record("talker")) == (trained, None)
     app("export", "runs/s", "-o", "exported", code=0)
     asks = ["-p", "the film", "--reward", "spies.py:rendered", "--json"]
-    why = {True: "prompts are rendered with the chat template: {} was trained with its",
-           False: "prompts are used as they are: {} was trained without its", None: ""}[trained]
-
     def scored(*words: str) -> tuple[float, str]:
         done = app("generate", *words, *asks, code=0)
         return json.loads(done.out)["score"], done.err
 
     for model, name in (("runs/s", "runs/s, step 2"), ("model", "model"), ("exported", "exported")):
-        score, told = scored(model)
+        score, notes = scored(model)
         assert score == bool(trained)
-        assert why.format(name) in told
-    assert scored("model", "--no-chat")[0] == scored("model", "prompts.chat=false")[0] == 0.0
-    assert scored("model", "--chat")[0] == 1.0
-    assert ("was trained with its chat template, and --no-chat" in scored(
-        "model", "--no-chat")[1]) is bool(trained)
+        assert (f"{name} was trained with" in notes) is (trained is not None)
+    for chat, score in (("true", 1.0), ("false", 0.0)):
+        assert scored("model", f"prompts.chat={chat}")[0] == score
     done = app("eval", "model", "--prompts", "prompts.jsonl", "--reward", "spies.py:rendered",
                "--json", code=0)
     assert round(json.loads(done.out)["figures"]["reward_mean"]) == bool(trained)

@@ -1,6 +1,5 @@
 """Environments (``env.fn``) by the command: training, kill and resume, evaluation, refusals."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import played
 import pytest
 from helpers import jsonl, read_json
 from runs import assert_equal_runs, copied, make_world, resumed, rewrite, run, whole_copy, words
-from terminal import Terminal
 
 from ppocli import PPOTrainer
 from ppocli.errors import ConfigError
@@ -164,57 +162,26 @@ def test_eval_plays_the_same_episodes_as_the_run(place, app):
 
 # Transcripts --------------------------------------------------------------------------------------
 
-def test_generate_plays_what_evaluation_plays(place, app):
-    done = app("generate", RUN, "--env", "--json", code=0)
-    told = [json.loads(line) for line in done.out.splitlines()]
-    trained = last_of(place / RUN)
-    for name in ("prompt", "turns", "ended", "score"):
-        assert [row[name] for row in told] == [row[name] for row in trained]
-
-
-def test_generate_prints_who_said_what(place, app):
-    asked = ["generate", RUN, "--env", "-p", "the film", "-p", "i saw", "-n", "2", "--seed", "3"]
-    done = app(*asked, code=0)
-    told = [json.loads(line) for line in app(*asked, "--json", code=0).out.splitlines()]
-    blocks = done.out.strip().split("\n\n")
-    assert [block.splitlines()[0] for block in blocks] == [
-        "== prompt 1: the film", "== prompt 2: i saw", "== prompt 1, sample 2: the film",
-        "== prompt 2, sample 2: i saw"]
-    for block, row in zip(blocks, told, strict=True):
-        lines = block.splitlines()[1:-1]
-        assert [line[2:] for line in lines if line.startswith("> ")] == [
+def test_eval_prints_who_wrote_what(place, app):
+    ended = app("eval", RUN, "--limit", "2", "--show", "2", "--name", "two", code=0)
+    lines = ended.out.splitlines()
+    rows = {row["prompt_index"]: row for row in jsonl(place / RUN / "eval/two/samples.jsonl")
+            if row["sample"] == 0}
+    heads = [number for number, line in enumerate(lines) if line.startswith("prompt ")]
+    for (_, row), head, end in zip(sorted(rows.items()), heads, [*heads[1:], None], strict=True):
+        shown = [line.partition("] ")[2] for line in lines[head + 1:end] if line.strip()]
+        assert [line[2:].strip() for line in shown if line.startswith(">")] == [
             turn["response"].strip() for turn in row["turns"]]
-        heard = [row.get("opening", "").strip(), *(
+        assert [line[2:] for line in shown if line.startswith("< [")] == [
             f"[{turn['reward']:+g}] {turn['observation'].strip()}".strip()
-            for turn in row["turns"])]
-        heard += [] if row["ended"] == "done" else ["(cut off: turns)"]
-        assert [line[2:] for line in lines if line.startswith("< ")] == list(filter(None, heard))
+            for turn in row["turns"] if turn["reward"]]
 
 
-@pytest.mark.parametrize(("given", "code", "said"), [
-    ("generate {run} --env --against base", 2, "--against is for single responses"),
-    ("generate ./lm --env -p it --reward length reward.kwargs.target=3", 2, "has no environment"),
-    ("generate {run} -p it --score", 2, "There is no reward function: an environment gives"),
-    ("serve-reward resume={run} --port 0", 2, "There is no reward function: an environment gives"),
-    ("chat {run} --watch", 2, "There is no game to watch")])
-def test_what_has_no_place_beside_an_environment(given, code, said, place, app):
-    assert said in app(*given.format(run=RUN).split(), code=code).err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("watch", [False, True])
-def test_chat_seats_a_person_or_looks_on(watch, place):
-    with Terminal("chat", RUN, "--env", *["--watch"] * watch, cwd=place) as person:
-        if watch:
-            person.wait_for(lambda: "leave) " in person.raw)
-            assert person.raw.count("> ") >= 1
-        else:
-            person.press_until(b"good film a film was good good\r",
-                               "that is 7 tokens, and a turn has room for 5")
-            person.press_until(b"good\r", "-- score")
-        person.type(b"\x04")
-        assert person.end() == 0
-        assert "== prompt 1: the film" in person.raw
+@pytest.mark.parametrize("words", ["generate {run} -p it --score",
+                                   "serve-reward resume={run} --port 0"])
+def test_an_environment_is_no_reward_function(words, place, app):
+    assert "There is no reward function: an environment gives" in app(
+        *words.format(run=RUN).split(), code=2).err
 
 
 def test_every_view_tells_the_words_apart(place, app):

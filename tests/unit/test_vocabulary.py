@@ -237,7 +237,8 @@ def test_a_run_says_so_and_trains_beside_a_smaller_reference_and_critic(tmp_path
     assert after.lm_head.weight.shape[0] == 128
     for model in ("runs/a", "big"):
         printed = ppocli("generate", model, "--prompt", "the film", "-n", "20", "--json",
-                      "--ignore-eos", "--max-new-tokens", "8", cwd=tmp_path, code=0)
+                         "generation.ignore_eos=true", "generation.max_new_tokens=8", cwd=tmp_path,
+                         code=0)
         rows = [json.loads(line) for line in printed.stdout.splitlines()]
         # four of the 37 are special
         assert sum(len(row["response"].split()) for row in rows) > 0.7 * sum(

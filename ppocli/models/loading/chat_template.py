@@ -142,41 +142,26 @@ def present() -> str:
 
 # Whether prompts are rendered ---------------------------------------------------------------------
 
-def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
-                on: str = "prompts.chat=true", off: str = "prompts.chat=false"
-                ) -> tuple[bool | None, str | None]:
-    """Whether a model's prompts are rendered with its chat template, and a sentence on why.
+def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None, *,
+            name: str | None = None) -> schema.TrainConfig:
+    """``cfg`` with ``prompts.chat`` as the model was trained, unless it is set; the reason is
+    logged.
 
     Args:
-        chat: what the user set; None: as the model was trained.
-        trained: as of :func:`~ppocli.runs.model_files.trained_with_template`.
-        name: of the model.
-        on, off: settings that turn it on and off.
-
-    Returns:
-        None if neither decides; and no sentence if there is nothing to explain.
-    """
-    how = {True: "with its chat template", False: "without its chat template"}
-    if trained is None or chat == trained:
-        return chat, None
-    if chat is None:
-        use = "are rendered with the chat template" if trained else "are used as they are"
-        return trained, (f"prompts {use}: {name} was trained {how[trained]} "
-                         f"({off if trained else on} changes that)")
-    return chat, (f"{name} was trained {how[trained]}, and {on if chat else off} "
-                  f"{'renders prompts with it' if chat else 'uses prompts as they are'}")
-
-
-def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None) -> schema.TrainConfig:
-    """``cfg`` with ``prompts.chat`` decided by :func:`decide_chat`; the reason is logged.
+        name: of the model in messages (default: its path).
 
     Raises:
         ConfigError: another setting of prompts forbids the chat template.
     """
-    chat, why = decide_chat(cfg.prompts.chat, trained_with_template(model, revision),
-                            short_path(model))
-    if why is not None:
-        log.info("%s", why)
+    chat, trained = cfg.prompts.chat, trained_with_template(model, revision)
+    name = name or short_path(model)
+    if trained is None or chat == trained:
+        return cfg
+    chat = trained if chat is None else chat
+    why = (f"{name} was trained {'with' if trained else 'without'} its chat template, and "
+           f"prompts.chat={str(chat).lower()} "
+           f"{'renders prompts with it' if chat else 'uses prompts as they are'}")
+    log.info("%s", why)
     if chat == cfg.prompts.chat:
         return cfg
     decided_cfg = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
