@@ -7,9 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ppocli.config.text import counted, cut, nearest, pasted, suggestion
-from ppocli.data.arrow_rows import without_nulls
-from ppocli.data.files import Row
-from ppocli.data.json_shapes import is_conversation
+from ppocli.data.files import Row, is_conversation, without_nulls
 from ppocli.data.shapes import Shapes, with_prompt
 from ppocli.data.sources import Source
 from ppocli.data.tool_calls import names_of, with_arguments

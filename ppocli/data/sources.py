@@ -4,23 +4,26 @@ the raw rows that they name, in files, folders, saved data sets, the Hub, or inl
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
 from ppocli.config.keys import row_paths
-from ppocli.config.text import nearest
-from ppocli.data.arrow_rows import batch_rows, dataset_rows, without_nulls
-from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
-from ppocli.data.folders import folder_rows, matching_rows, note_ignored
-from ppocli.data.remote_files import hub_rows, url_rows
+from ppocli.config.text import first_line, nearest, pasted
+from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file, table_rows, without_nulls
 from ppocli.errors import ConfigError, InputError
+from ppocli.runs import hub
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_HUB_PAGE = re.compile(r"(?:hf:/|https?://(?:www\.)?(?:huggingface\.co|hf\.co))/datasets/"
+                       r"([\w.-]+/[\w.-]+)(?:/|/(?:tree|viewer)(?:/.*)?)?")
 
 
 @dataclass(kw_only=True)
@@ -97,15 +100,13 @@ def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.item
     """
     if items is None:
         return None
-    if hasattr(items, "to_batches") and hasattr(items, "schema"):  # a table of pyarrow
-        return list(batch_rows(items.to_batches(), items.schema))
-    if hasattr(items, "with_format") and hasattr(items, "features"):  # a data set of `datasets`
-        return list(dataset_rows(items))
-    if hasattr(items, "columns"):  # a table of pandas or polars: it iterates over columns
-        as_rows = getattr(items, "to_dicts", None)
-        if as_rows or hasattr(items, "to_dict"):
-            return [{name: without_nulls(cell) for name, cell in row.items()}
-                    for row in (as_rows() if as_rows else items.to_dict("records"))]
+    if hasattr(items, "to_pylist") or hasattr(items, "features"):  # of pyarrow or `datasets`
+        return list(table_rows(items))
+    if as_rows := getattr(items, "to_dicts", None):  # of polars
+        return [without_nulls(row) for row in as_rows()]
+    if hasattr(items, "columns") and hasattr(items, "to_dict"):  # of pandas
+        return [{name: without_nulls(cell) for name, cell in row.items()}
+                for row in items.to_dict("records")]
     try:
         if not isinstance(items, str | bytes | Mapping):
             return list(items)
@@ -135,26 +136,29 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
         return _inline_rows(spec, spec.items)
     assert spec.path is not None
     if not spec.path.strip():
-        what, none = ("prompts", f", or {spec.path_key}=null for the BOS token alone") \
-            if spec.noun == "prompt" else (spec.noun, "")
-        raise InputError(f"The path of the {what} is empty.", where=f"{spec.path_key}=''",
-                         fix=f"{spec.path_key}=FILE{none}")
+        raise InputError(f"The {spec.noun} path is empty.", where=spec.where,
+                         fix=f"{spec.path_key}=FILE, or null")
     if len(paths := row_paths(spec.path)) > 1:
         return chain.from_iterable(open_rows(replace(spec, path=path), notes) for path in paths)
     if "://" in spec.path:
-        return url_rows(spec, spec.path)
+        return _url_rows(spec, spec.path)
     if names_hub_dataset(spec.path):
-        return hub_rows(spec, spec.path)
+        return _hub_rows(spec, spec.path)
     path = (resolve_builtin(spec.path) if spec.path.startswith(BUILTIN_PREFIX)
             else Path(spec.path).expanduser())
-    if not path.exists() and glob.has_magic(str(path)):
-        return matching_rows(path, spec, notes)
-    if not path.exists():
-        _missing(path, spec)
     if path.is_dir():
-        return folder_rows(path, spec, notes)
-    note_ignored(path, spec, notes, name=True, split=True)
-    return read_file(path, spec.column, spec.noun)
+        return _folder_rows(path, spec, notes)
+    files = [path] if path.exists() or not glob.has_magic(str(path)) else [
+        Path(name) for name in sorted(glob.glob(str(path), recursive=True))
+        if name.lower().endswith(SUFFIXES)]
+    if not files or not files[0].is_file():
+        raise _missing(path, spec)
+    for name, is_set in (("name", spec.name is not None), ("split", spec.split_is_set)):
+        if is_set:
+            notes.append(f"{spec.key}.{name}={getattr(spec, name)} was ignored, which is for "
+                         f"folders and the Hub: all rows of {path.name} are used")
+    return (row for file in files
+            for row in read_file(file, spec.column, typed=spec.noun == "prompt"))
 
 
 def names_hub_dataset(path: str) -> bool:
@@ -164,22 +168,15 @@ def names_hub_dataset(path: str) -> bool:
                and not Path(each).exists() for each in row_paths(path))
 
 
-def _missing(path: Path, spec: Source) -> NoReturn:
-    parent = path.parent
-    if not parent.is_dir():
-        raise InputError(f"{spec.noun.capitalize()} file {path} does not exist: there is no "
-                         f"folder {parent} (looked in {Path.cwd()}).", where=spec.where,
-                         code="no-such-file")
-    near = nearest(path.name, os.listdir(parent))
-    hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
-        f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
-    raise InputError(f"{spec.noun.capitalize()} file or folder {path} does not exist (looked in "
-                     f"{Path.cwd()}).", where=spec.where, fix=hint, code="no-such-file")
+def _missing(path: Path, spec: Source) -> InputError:
+    near = nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else []
+    hint = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else (
+        f"give a {SUFFIX_WORDS} file, a pattern or folder of such, or a Hub data set")
+    return InputError(f"{spec.noun.capitalize()} file or folder {path} does not exist (looked in "
+                      f"{Path.cwd()}).", where=spec.where, fix=hint, code="no-such-file")
 
 
-# Inline lists -------------------------------------------------------------------------------------
-
-def _inline_rows(spec: Source, items: Sequence[Any]) -> Iterator[Row]:
+def _inline_rows(spec: Source, items: list[Any]) -> Iterator[Row]:
     for number, item in enumerate(items, start=1):
         values = ({str(name): value for name, value in item.items()}
                   if isinstance(item, Mapping) else {spec.column: item})
@@ -188,3 +185,97 @@ def _inline_rows(spec: Source, items: Sequence[Any]) -> Iterator[Row]:
         yield Row(f"item {number} of {spec.key}.items", values)
 
 
+# The datasets library -----------------------------------------------------------------------------
+
+def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
+    """The rows of some splits of a folder, as `datasets` reads it: one that it has saved, or one of
+    files, whose names or whose README say the splits."""
+    import datasets
+
+    splits = spec.split.split("+")
+    with _library_errors(spec, str(folder)):
+        if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            parts = [datasets.load_dataset(str(folder), spec.name, split=split, streaming=True)
+                     for split in splits]
+        elif isinstance(saved := datasets.load_from_disk(str(folder)), datasets.DatasetDict):
+            parts = [_split_of(saved, split) for split in splits]
+        else:
+            parts = [saved]
+            if spec.split_is_set:
+                notes.append(f"{spec.key}.split={spec.split} was ignored: {folder.name} has no "
+                             "splits")
+    return chain.from_iterable(_rows_of(part, folder.name, spec) for part in parts)
+
+
+def _split_of(saved: Any, split: str) -> Any:
+    if split not in saved:
+        raise ValueError(f"Bad split: {split}. Available splits: {list(saved)}")
+    return saved[split]
+
+
+def _hub_rows(spec: Source, path: str) -> Iterator[Row]:
+    """The rows of a data set on the Hub, or of its copy in the cache."""
+    offline = None if hub.hub_reachable() else hub.offline_hint()
+    if offline:
+        hub.go_offline()
+    import datasets
+
+    try:
+        with _library_errors(spec, path):
+            return _rows_of(datasets.load_dataset(path, spec.name, split=spec.split), path, spec)
+    except InputError as error:
+        if offline and isinstance(error.__cause__, ConnectionError | FileNotFoundError):
+            raise InputError(f"Data set '{path}' is not on this machine and {offline}.",
+                             where=spec.where, fix="give a local file or folder: "
+                             f"{spec.path_key}=/path, or run once with network: hf download "
+                             f"--repo-type dataset {path} --local-dir {Path(path).name}"
+                             ) from error.__cause__
+        raise
+
+
+def _rows_of(dataset: Any, name: str, spec: Source) -> Iterator[Row]:
+    """The rows of a ``datasets.Dataset`` or ``IterableDataset`` called ``name``."""
+    place = f"{name} ({dataset.split})" if dataset.split else name
+    with _library_errors(spec, place):
+        for number, values in enumerate(table_rows(dataset), start=1):
+            yield Row(f"row {number} of {place}", values)
+
+
+@contextmanager
+def _library_errors(spec: Source, name: str) -> Iterator[None]:
+    """Turn what `datasets`, Arrow, fsspec and YAML raise in the block, of many kinds, into an error
+    that names the settings."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).splitlines()[:2])  # the second may list configurations
+        raise InputError(f"{name} cannot be loaded: {reason or type(error).__name__}",
+                         where=f"{spec.where} {spec.key}.name={spec.name or 'null'} "
+                         f"{spec.key}.split={spec.split}",
+                         fix=f"correct it, {spec.key}.name or {spec.key}.split; a private data set "
+                         "of the Hub needs `hf auth login`") from error
+
+
+def _url_rows(spec: Source, url: str) -> Iterator[Row]:
+    """The rows of the file at an address that `datasets` can download (``https://``, ``hf://`` and
+    other schemes of fsspec) and keeps in its cache; of a page of the Hub, the data set it shows."""
+    if page := _HUB_PAGE.fullmatch(url):
+        yield from _hub_rows(spec, page[1])
+        return
+    if url.startswith("hf://") and not hub.hub_reachable():
+        hub.go_offline()
+    import datasets
+
+    name = Path(unquote(urlsplit(url).path)).name
+    try:
+        file = str(datasets.DownloadManager().download(url))
+    except Exception as error:  # of fsspec and its servers, of many kinds
+        raise InputError(f"{url} cannot be downloaded: {first_line(error)}", where=spec.where,
+                         fix=f"download it, then {pasted(f'{spec.path_key}={name}')}") from error
+    with tempfile.TemporaryDirectory() as folder:  # the cache names files by hashes
+        link = Path(folder) / name
+        link.symlink_to(file)
+        try:
+            yield from read_file(link, spec.column, typed=spec.noun == "prompt")
+        except InputError as error:
+            raise error.reworded(where=spec.where) from error

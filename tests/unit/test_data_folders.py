@@ -7,8 +7,8 @@ import re
 
 import datasets
 import pytest
-from helpers import ppocli, running, write_jsonl
-from test_data_formats import NESTED, ROWS, load, rows_of, store
+from helpers import running, write_jsonl
+from test_data_formats import ROWS, load, rows_of
 from test_data_hub import closed_port, run_python
 from test_examples import data_config
 
@@ -44,52 +44,28 @@ def gsm(folder, *more):
 
 
 @pytest.mark.parametrize(("name", "split"), [
-    ("main", "train"), ("main", "test"), ("main", "test+train"), ("socratic", "train"),
-    (None, "train")])
+    ("main", "test+train"), ("socratic", "train"), (None, "train")])
 def test_a_readme_lists_configurations_and_splits(tmp_path, name, split):
     """They are read as `datasets` reads them; without a name, the default one."""
     folder = gsm(tmp_path / "gsm", *["  default: true"] * (name is None))
     rows = rows_of(folder, name=name, split=split)
     assert rows == datasets.load_dataset(str(folder), name, split=split,
                                          cache_dir=str(tmp_path / "cache")).to_list()
-    assert len(rows) == {("main", "train"): 4, ("main", "test+train"): 6}.get((name, split), 2)
-    (folder / "main" / "train-0.jsonl").write_text('{"prompt": "it"}\n{"prompt": \n')
-    if (name, split) == ("main", "train"):
-        with pytest.raises(InputError, match=r"Line 2 of train-0\.jsonl is not valid JSON"):
-            rows_of(folder, name=name)
+    assert len(rows) == {("main", "test+train"): 6}.get((name, split), 2)
 
 
-@pytest.mark.parametrize(("key", "wants"), [("prompts", None), ("data", "completions")])
-def test_configurations_are_never_mixed(tmp_path, key, wants):
+@pytest.mark.parametrize(("keys", "reason"), [
+    ({}, r"Config name is missing.*\['main', 'socratic'\]"),
+    ({"name": "socratc"}, r"'socratc' not found. Available: \['main', 'socratic'\]"),
+    ({"name": "main", "split": "tset"}, r"Bad split: tset. Available splits: \['train', 'test'\]")])
+def test_configurations_are_never_mixed(tmp_path, keys, reason):
     folder = gsm(tmp_path / "gsm")
-
-    def read(**keys):
-        return load(folder, **keys) if wants is None else read_examples(
-            data_config(path=str(folder), **keys), wants=wants)
-    with pytest.raises(InputError, match="has several configurations: main, socratic") as caught:
-        read()
-    assert caught.value.fix == f"name one: {key}.name=main"
-    with pytest.raises(InputError, match=r"no configuration 'socratc'; it has main, soc") as caught:
-        read(name="socratc")
-    assert caught.value.fix == f"name one: {key}.name=socratic"
-    assert caught.value.where == f"{key}.name=socratc"
-    with pytest.raises(InputError, match=r"no split 'tset' .* it has train, test") as caught:
-        read(name="main", split="tset")
-    assert caught.value.fix == f"{key}.split=test"
-
-
-@pytest.mark.parametrize("lines", [
-    ["configs:", "- config_name: default", "  data_files: a.csv", "  sep: '&'"],
-    ["dataset_info:", "  features:", "  - {name: prompt, dtype: string}",
-     "  - {name: n, dtype: string}", "configs:", "- {config_name: default, data_files: b.csv}"]])
-def test_options_and_types_of_a_readme_count(tmp_path, lines):
-    card(tmp_path / "set", *lines)
-    (tmp_path / "set" / "a.csv").write_text("prompt&n\nit&007\n")
-    (tmp_path / "set" / "b.csv").write_text("prompt,n\nit,007\n")
-    expected = datasets.load_dataset(str(tmp_path / "set"), split="train",
-                                     cache_dir=str(tmp_path / "cache")).to_list()
-    assert list(map(type, expected[0].values())) == [str, str if "dataset" in lines[0] else int]
-    assert rows_of(tmp_path / "set") == expected
+    with pytest.raises(InputError, match=reason) as caught:
+        load(folder, **keys)
+    assert f"prompts.name={keys.get('name', 'null')}" in caught.value.where
+    with pytest.raises(InputError, match=reason) as caught:
+        read_examples(data_config(path=str(folder), **keys), wants="completions")
+    assert f"data.split={keys.get('split', 'train')}" in caught.value.where
 
 
 # Patterns and addresses ---------------------------------------------------------------------------
@@ -105,7 +81,7 @@ def test_patterns_read_all_that_matches(tmp_path, monkeypatch):
                               (f"{tmp_path}/b/?.jsonl", ["b/1.jsonl", "b/2.jsonl"]),
                               ("**/*.jsonl", ["b/1.jsonl", "b/2.jsonl", "b/c/3.jsonl"])):
         assert [row["prompt"] for row in rows_of(pattern)] == expected, pattern
-    with pytest.raises(InputError, match=r"No \.json, .* file matches b/x\*"):
+    with pytest.raises(InputError, match=r"b/x\* does not exist"):
         rows_of("b/x*")
 
 
@@ -125,7 +101,6 @@ for path in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_addresses_are_downloaded_as_datasets_does(tmp_path):
-    """Each kind of address that can't be read is one error with its fix."""
     (tmp_path / "www").mkdir()
     write_jsonl(tmp_path / "www" / "my rows.jsonl", ROWS)
     (tmp_path / "www" / "bad.jsonl").write_text('{"prompt": "it"}\n{"prompt"\n')
@@ -134,61 +109,16 @@ def test_addresses_are_downloaded_as_datasets_does(tmp_path):
                 for number, row in enumerate(ROWS, start=1)])
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
         done = run_python(
-            URLS, tmp_path, f"{(tmp_path / 'www').as_uri()}/my*.jsonl",
+            URLS, tmp_path, f"{(tmp_path / 'www').as_uri()}/my%20rows.jsonl".replace("%20", " "),
             f"{(tmp_path / 'www').as_uri()}/bad.jsonl", f"{url}/my%20rows.jsonl?download=true",
-            f"{url}/none.jsonl", f"{url}/rows", "https://huggingface.co/datasets/openai/gsm8k",
-            "https://huggingface.co/datasets/openai/gsm8k/blob/main/rows.jsonl",
-            "hf://datasets/openai/gsm8k/rows.jsonl", HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+            f"{url}/none.jsonl", "https://huggingface.co/datasets/openai/gsm8k",
+            HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
     assert done.returncode == 0, done.stderr
-    rows, bad, over_http, none, rest, page, blob, hub = re.split(r"\n(?=\S)", done.stdout.rstrip())
+    rows, bad, over_http, none, page = re.split(r"\n(?=\S)", done.stdout.rstrip())
     assert rows == read
     assert bad.startswith("Line 2 of bad.jsonl is not valid JSON")
     assert f"where: prompts.path={(tmp_path / 'www').as_uri()}/bad.jsonl" in bad
-    if importlib.util.find_spec("aiohttp"):
-        assert over_http == read
-    else:
-        assert "fix:   pip install aiohttp requests; or curl -L -o 'my rows.jsonl'" in over_http
-        assert over_http.endswith("then 'prompts.path=my rows.jsonl'")
+    assert over_http == read or not importlib.util.find_spec("aiohttp")
     assert none.startswith(f"{url}/none.jsonl cannot be downloaded: ")
-    assert none.endswith(f"curl -L -o none.jsonl {url}/none.jsonl, then prompts.path=none.jsonl")
-    assert "doesn't end in .json, .jsonl" in rest
-    assert page.endswith("fix:   prompts.path=openai/gsm8k")
-    assert blob.endswith("/datasets/openai/gsm8k/resolve/main/rows.jsonl")
-    assert "cannot be downloaded: the Hub cannot be reached." in hub
-
-
-# Through the command ------------------------------------------------------------------------------
-
-REWARD = """
-def score(responses, label, id):
-    assert (sorted(label), sorted(id)) == ([0, 1], [7, 8]), (label, id)
-    return [float(each) for each in label]
-"""
-
-
-@pytest.mark.slow
-def test_commands_read_what_the_library_reads(tmp_path):
-    rows = NESTED["messages"]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    store("parquet", rows, tmp_path / "rows.parquet")
-    (tmp_path / "chat.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
-        "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}")
-    shown = [ppocli("validate", "task=sft", "model=reviews", f"data.path={name}",
-                    "model.chat_template=chat.jinja", cwd=tmp_path, code=0).stdout
-             for name in ("rows.jsonl", "rows.parquet")]
-    texts = [[line for line in text.splitlines() if line.startswith("  user: ")] for text in shown]
-    assert texts[0] == texts[1]
-    assert '"arguments": {"place": "Oslo"}' in texts[0][0]
-    gsm(tmp_path / "gsm")
-    for key, more in (("data", ["task=sft"]), ("prompts", [
-            "reward.fn=length", "reward.kwargs.target=3", "ppo.num_steps=1"])):
-        done = ppocli("validate", "model=reviews", f"{key}.path=gsm", *more, cwd=tmp_path, code=3)
-        assert "has several configurations: main, socratic" in done.stderr
-        assert f"name one: {key}.name=main" in done.stderr
-    (tmp_path / "p.csv").write_text("sep=;\nprompt;label;id\nthe film;1;007\na film;0;008\n")
-    (tmp_path / "r.py").write_text(REWARD)
-    ppocli("train", "model=reviews", "prompts.path=p.csv", "reward.fn=r.py:score",
-           "ppo.num_steps=1", "ppo.num_rollouts=2", "ppo.mini_batch_size=2", cwd=tmp_path, code=0)
+    assert none.endswith("download it, then prompts.path=none.jsonl")
+    assert page.startswith("Data set 'openai/gsm8k' is not on this machine")

@@ -335,7 +335,8 @@ def test_own_sources(tmp_path):
 def test_another_split_of_the_training_source(tmp_path):
     (tmp_path / "train.txt").write_text("it is\nso good\n")
     (tmp_path / "test.txt").write_text("".join(f"{'very ' * i}bad\n" for i in range(10)))
-    cfg = PromptsConfig(path=str(tmp_path), eval=EvalPromptsConfig(split="test", limit=2))
+    cfg = PromptsConfig(path=str(tmp_path), column="text",
+                        eval=EvalPromptsConfig(split="test", limit=2))
     training, evaluation = load_both(cfg)
     assert training.texts == ["it is", "so good"]
     assert evaluation.texts == ["bad", "very very very very very bad"]

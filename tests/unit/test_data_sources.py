@@ -35,7 +35,6 @@ def write_folder(path):
     write_jsonl(path / "one.jsonl", ROWS[:2])
     write_jsonl(path / "two" / "more.jsonl", ROWS[2:])
     (path / "README.md").write_text("# not prompts")
-    (path / "dataset_infos.json").write_text('{"default": {"features": {}}}')
     write_jsonl(path / ".cache" / "old.jsonl")
 
 
@@ -113,8 +112,7 @@ def test_relative_and_home_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("split", "expected"), [
-    ("train", ["it is", "so good"]), ("test", ["bad film"]),
-    ("test+train", ["bad film", "it is", "so good"])])
+    ("train", ["it is", "so good"]), ("test+train", ["bad film", "it is", "so good"])])
 @pytest.mark.parametrize("kind", ["saved", "files", "hub-layout"])
 def test_splits(tmp_path, kind, split, expected):
     parts = {"train": ["it is", "so good"], "test": ["bad film"]}
@@ -126,48 +124,24 @@ def test_splits(tmp_path, kind, split, expected):
         for name, table in tables.items():
             write_jsonl(folder / f"{name}.jsonl", table.to_list())
     else:
-        (folder / "plain").mkdir(parents=True)
+        (folder / "data").mkdir(parents=True)
         for name, table in tables.items():
-            table.to_parquet(folder / "plain" / f"{name}-00000-of-00001.parquet")
-    name = "plain" if kind == "hub-layout" else None
-    prompts = load(folder, split=split, name=name)
+            table.to_parquet(folder / "data" / f"{name}-00000-of-00001.parquet")
+    prompts = load(folder, split=split)
     assert prompts.texts == expected
     assert prompts.notes == ()
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="Bad split: tset.*train") as caught:
         load(folder, split="tset")
-    assert "There is no split 'tset'" in caught.value.what
-    assert "train" in caught.value.what
-    assert caught.value.fix == "prompts.split=test"
+    assert "prompts.split=tset" in caught.value.where
 
 
-@pytest.mark.parametrize(("files", "split", "expected"), [
-    (["train-1", "test-1", "train-2"], "train", ["train-1", "train-2"]),
-    (["train", "train-hard", "test_easy"], "test", ["test_easy"]),
-    (["train-easy/a", "test-hard/a"], "train", ["train-easy/a"]),
-    (["my.Training", "my.testing"], "train", ["my.Training"]),
-    (["contest", "trainer", "valuation"], "train", ["contest", "trainer", "valuation"]),
-    (["train_sft-00000-of-00001", "train_gen-00000-of-00001"], "train_sft",
-     ["train_sft-00000-of-00001"]),
-    (["test/train-like", "train/a"], "test", ["test/train-like"]),
-    (["train/part-00000-of-00001", "test/part-00000-of-00001"], "train",
-     ["train/part-00000-of-00001"])])
-def test_a_word_in_the_name_of_a_file_or_folder_is_its_split(tmp_path, files, split, expected):
-    for name in files:
-        write_jsonl(tmp_path / "set" / f"{name}.jsonl", [{"prompt": name}])
-    assert load(tmp_path / "set", split=split).texts == expected
-
-
-def test_what_is_ignored_is_said(tmp_path):
+def test_a_setting_without_effect_is_noted(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl")
-    assert load(path, split="train+test", name="plain").notes == (
-        "p.jsonl has no configurations: prompts.name=plain was ignored",
-        "p.jsonl has no splits: prompts.split=train+test was ignored and all its rows were used")
+    assert [note.partition(" was")[0] for note in load(
+        path, split="train+test", name="plain").notes] == [
+        "prompts.name=plain", "prompts.split=train+test"]
     TABLE.save_to_disk(tmp_path / "saved")
     assert "saved has no splits" in load(tmp_path / "saved", split="test").notes[0]
-    folder = tmp_path / "splits"
-    write_jsonl(folder / "train.jsonl")
-    write_jsonl(folder / "other.jsonl")
-    assert load(folder).notes == ("other.jsonl belongs to no split of splits: left out",)
 
 
 def test_inline_items_from_config_and_from_python(tmp_path):
@@ -198,34 +172,27 @@ def test_bos_alone():
 
 BAD_FILES = [
     ("p.jsonl", b"", "The prompt set is empty."),
-    ("p.json", b"[]", "The prompt set is empty."),
     ("p.txt", b"\n  \n\t\n", "All prompts are blank (3 of 3)."),
-    ("p.txt", b"it is\nna\xefve film\n", "Line 2 of p.txt is not UTF-8: byte 0xef at byte 3"),
-    ("p.txt", "it is".encode("utf-16"), "Line 1 of p.txt is not UTF-8: byte 0xff"),
-    ("p.txt", b"it\0is\n", "Line 1 of p.txt holds a NUL byte: this is not a text file."),
+    ("p.txt", b"it is\nna\xefve film\n", "Line 2 of p.txt is not UTF-8: "
+     "invalid continuation byte at byte 3."),
+    ("p.txt", "it is".encode("utf-16"), "Line 1 of p.txt is not UTF-8: invalid start byte"),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": "so\n',
      "Line 2 of p.jsonl is not valid JSON: Unterminated string starting at (character 12)."),
     ("p.json", b'[{"prompt": "it is"},\n {"prompt" "so"}]',
      "Line 2 of p.json is not valid JSON: Expecting ':' delimiter (character 12)."),
-    ("p.json", b"3", "p.json holds a JSON int, not a list of rows."),
     ("p.jsonl", b'[["it is"]]', "Row 1 of p.jsonl is a JSON list, not an object or a text."),
-    ("p.json", b"[" * 100_000, "Line 1 of p.json is not valid JSON: nested too deeply."),
-    ("p.jsonl", b'{"prompt": "it", "n": ' + b"9" * 5000 + b"}", "Line 1 of p.jsonl is not valid"),
-    ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in line 1 of p.jsonl: its "
+    ("p.json", b"[" * 100_000, "Line 1 of p.json is not valid JSON: maximum recursion"),
+    ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in row 1 of p.jsonl: its "
                                         "columns are promt. Did you mean 'promt'?"),
-    ("p.jsonl", b"{}\n", "There is no column 'prompt' in line 1 of p.jsonl: it has no columns."),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": 12}\n',
      "Column 'prompt' in line 2 of p.jsonl holds 12 (int), not a text."),
     ("p.json", b'[{"prompt": [{"role": "user", "content": "it is"}]}]',
      "Column 'prompt' in row 1 of p.json holds chat messages, not a text."),
-    ("p.jsonl", b'{"prompt": "\\ud83d"}', "The prompt in line 1 of p.jsonl holds '\\ud83d', half"),
     ("p.csv", b"prompt,n\nit is,1\nso, good,2\n",
      "Line 3 of p.csv has 3 fields where the header has 2."),
     ("p.csv", b'prompt,n\n"it is,1\nso good,2\n', "Line 3 of p.csv is not valid CSV: unexpected"),
-    ("p.csv", b"prompt,n,n\nit is,1,2\n", "The header of p.csv names the column 'n' twice."),
     ("p.parquet", b"PAR1 not really", "p.parquet is not a readable parquet file: "),
-    ("p.xlsx", b"x", "Prompt file p.xlsx has the suffix '.xlsx'; prompts are read from .json, "),
-    ("prompts", b"x", "Prompt file prompts has no suffix; prompts are read from .json, .jsonl, "),
+    ("p.xlsx", b"x", "p.xlsx has the suffix '.xlsx'; files that are read end in .json, "),
 ]
 
 
@@ -254,14 +221,6 @@ def test_any_content_loads_or_is_refused_as_input(tmp_path_factory, suffix, cont
     assert all(prompts.token_ids)
 
 
-def test_an_endless_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("ppocli.data.files.MAX_LINE_BYTES", 2**20)
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"it is\n" + b"x" * (2**20 + 1))
-    with pytest.raises(InputError, match=r"Line 2 of p\.txt is longer than 1 MiB"):
-        load(path)
-
-
 def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "prompts.jsonl")
     with pytest.raises(InputError) as caught:
@@ -269,13 +228,13 @@ def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
     assert "does not exist" in caught.value.what
     assert caught.value.where == f"prompts.path={tmp_path / 'promts.jsonl'}"
     assert caught.value.fix == f"did you mean {tmp_path / 'prompts.jsonl'}?"
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         load(tmp_path / "nowhere" / "p.jsonl")
     monkeypatch.chdir(tmp_path)
     for path in ("./nope", "nope.jsonl", "a/b/c", "no such set"):
         with pytest.raises(InputError, match="does not exist"):
             load(path)
-    with pytest.raises(InputError, match="path of the prompts is empty"):
+    with pytest.raises(InputError, match="prompt path is empty"):
         load("")
 
 

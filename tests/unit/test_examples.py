@@ -167,10 +167,10 @@ def test_settings_that_the_rows_do_not_fit(row, wants, over, says, fix):
 
 
 @pytest.mark.parametrize(("over", "says"), [
-    ({}, "There is no data to train on"), ({"path": " "}, "The path of the data is empty"),
+    ({}, "There is no data to train on"), ({"path": " "}, "The data path is empty"),
     ({"path": "no.jsonl"}, "Data file or folder no.jsonl does not exist"),
-    ({"path": "rows.xml"}, "Data file rows.xml has the suffix '.xml'; data is read from"),
-    ({"path": "none"}, "Folder none has no data files"),
+    ({"path": "rows.xml"}, "rows.xml has the suffix '.xml'; files that are read"),
+    ({"path": "none"}, "none cannot be loaded: .* contain any data files"),
     ({"path": "empty.jsonl"}, "The data is empty")])
 def test_a_source_that_is_not_there(tmp_path, monkeypatch, over, says):
     monkeypatch.chdir(tmp_path)

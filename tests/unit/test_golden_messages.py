@@ -68,7 +68,7 @@ Prompt file or folder q.jsonl does not exist (looked in HERE).
 Line 1 of bad.json is not valid JSON: Expecting value (character 2).
   where: bad.json"""),
     "another column": (prompts(path="p.jsonl", column="text"), "no-such-column", """\
-There is no column 'text' in line 1 of p.jsonl: its columns are prompt, label.
+There is no column 'text' in row 1 of p.jsonl: its columns are prompt, label.
   where: prompts.column=text
   fix:   prompts.column=prompt"""),
     "a misspelt placeholder": (prompts(path="p.jsonl", template="{promt}"), "wrong-usage", """\
