@@ -302,8 +302,7 @@ def _item(key: Key) -> dict[str, Any]:
 
 
 def _fns_entry() -> dict[str, Any]:
-    from ppocli.config.problems import FNS_KEYS
-    from ppocli.config.schema import REWARD_STYLES
+    from ppocli.config.schema import FNS_KEYS, REWARD_STYLES
 
     shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
               "weight": {"type": "number"}, "style": {"enum": ["auto", *REWARD_STYLES]}}

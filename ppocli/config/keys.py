@@ -30,8 +30,6 @@ AUTO = "hardware.num_threads"
 """the only number that accepts ``auto``, which means null"""
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _PLACES = ("run_name", "resume")
-Rules = Iterator[tuple[object, str, str]]
-"""rules between keys: whether a rule is broken, its keys (``a, b``), and the message if it is"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,8 @@ class ModelConfig:
 
 
 REWARD_STYLES = ("ppocli", "trl", "trlx", "verl", "openrlhf")
+FNS_KEYS = ("fn", "kwargs", "weight", "style")
+"""keys of an entry of ``reward.fns``"""
 
 
 def is_own_figure(name: str) -> bool:
@@ -373,14 +375,3 @@ def rewards_of(reward: RewardConfig) -> list[tuple[str, Any, Any]]:
     return [("reward", reward.fn, reward.kwargs), *(
         (f"reward.fns.{name}", entry.get("fn"), entry.get("kwargs"))
         for name, entry in reward.fns.items() if isinstance(entry, dict))]
-
-
-def reference_kind(model: ModelConfig) -> str:
-    """``copy``, ``shared``, ``adapter`` or ``none``: what ``model.reference.kind`` comes to."""
-    if model.reference.kind != "auto":
-        return model.reference.kind
-    if model.reference.path is not None:
-        return "copy"
-    if model.peft:
-        return "adapter"
-    return "shared" if model.num_layers_unfrozen >= 0 else "copy"

@@ -3,11 +3,9 @@ sections, its length, and the figures that are shown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-from ppocli.config import keys, schema, schema_training
-from ppocli.config.text import did_you_mean
+from ppocli.config import schema, schema_training
 
 DATA_TASKS = ("sft", "reward_model")
 """values of ``task.fn`` that train on a data set; each has a section of its name"""
@@ -18,8 +16,9 @@ _SAMPLING = ("reward", "prompts", "ppo", "env", "model.value", "model.reference"
 _NOT_READ = {"ppo": ("data", "sft", "reward_model"), "own": ("sft", "reward_model"),
              "sft": (*_SAMPLING, "reward_model"),
              "reward_model": (*_SAMPLING, "sft", "generation", "rollout", "data.train_on")}
-_METRICS = {"sft": ("loss",), "reward_model": ("accuracy", "loss")}
-"""values of ``checkpoint.metric``"""
+METRICS = {"ppo": ("reward_mean",), "own": (), "sft": ("loss",),
+           "reward_model": ("accuracy", "loss")}
+"""by task, values of ``checkpoint.metric``; none: any"""
 
 
 def task_name(config: schema.TrainConfig) -> str:
@@ -98,47 +97,6 @@ def total_steps(config: schema.TrainConfig, step: int, episodes: int,
 def is_read(key: str, task: str) -> bool:
     """Whether a task reads a key or a section."""
     return not any(f"{key}.".startswith(f"{part}.") for part in _NOT_READ[task])
-
-
-def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rules:
-    """Rules on keys of other tasks, and on tasks that train on a data set."""
-    task = task_name(config)
-    yield from _strangers(config, task)
-    if task in DATA_TASKS:
-        yield from _data(config, task, handed_in)
-        metric, metrics = config.checkpoint.metric, _METRICS[task]
-        yield (metric not in metrics, "checkpoint.metric", f"{metric} must be "
-               f"{' or '.join(metrics)} with task.fn={task}" + did_you_mean(metric, metrics))
-
-
-def _strangers(config: schema.TrainConfig, task: str) -> keys.Rules:
-    command = {"ppo": "ppocli train", "own": f"task.fn={config.task.fn}"}.get(
-        task, f"ppocli {task.replace('_', '-')}")
-    for name, key in keys.schema_keys().items():
-        if not is_read(name, task):
-            value = attrgetter(name)(config)
-            yield (value != key.default, name,
-                   f"{command} has no use for it: leave it out")
-
-
-def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> keys.Rules:
-    data, updates = config.data, updates_of(config)
-    assert isinstance(updates, schema_training.UpdatesConfig)
-    yield (data.path is None and "data.path" not in handed_in, "data.path",
-           "missing; it must be given: data.path=FILE|FOLDER|HUB-NAME")
-    yield (updates.epochs is not None and updates.num_updates is not None,
-           f"{task}.epochs, {task}.num_updates", f"{updates.epochs} epochs and "
-           f"{updates.num_updates} updates contradict each other, give one of them: "
-           f"{task}.epochs=null")
-    yield (val_share(data) is not None and not 0 < (val_share(data) or 0) < 1, "data.val",
-           f"{data.val} must be a path, or a share between 0 and 1")
-    yield (data.val is not None and data.val == data.path, "data.val, data.path", "evaluations "
-           "would be made on the training data itself: use data.val=0.05, or another source")
-    yield (data.template is not None and "{" not in data.template, "data.template",
-           f"{data.template!r} has no placeholder such as {{prompt}}")
-    size, limit = updates.micro_batch_size, updates.mini_batch_size
-    yield (size is not None and size > limit, f"{task}.micro_batch_size, {task}.mini_batch_size",
-           f"micro_batch_size {size} must be at most mini_batch_size {limit}")
 
 
 def val_share(data: schema_training.DataConfig) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppocli.builtin.names import TOOLS
-from ppocli.config import algorithm, config_yaml, extras, keys, sampling, schema, tasks
+from ppocli.config import algorithm, config_yaml, extras, keys, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import row_paths
 from ppocli.config.user_code import CodeSetting, Kind, refuse_absent
@@ -59,7 +59,7 @@ def named_code(cfg: schema.TrainConfig) -> list[CodeSetting]:
         (env.fn, "env.fn", ENVIRONMENT)]
     if cfg.task.fn not in tasks.DATA_TASKS:
         code.append((cfg.task.fn, "task.fn", Kind("function", ConfigError)))
-    if cfg.rollout.engine not in sampling.OUR_ENGINES:
+    if cfg.rollout.engine not in algorithm.OUR_ENGINES:
         code.append((cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError)))
     return [CodeSetting(path, key, kind) for path, key, kind in code
             if path is not None and path != config_yaml.PYTHON_OBJECT]

@@ -28,7 +28,7 @@ import transformers
 from torch import nn
 
 from ppocli.builtin.names import BUILTIN_REWARDS
-from ppocli.config import adapters, algorithm, sampling, schema, tasks
+from ppocli.config import algorithm, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.distributed.onednn import TORCH, choose_gemm
 from ppocli.errors import PpocliError
@@ -139,7 +139,7 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
             layers can't be told apart.
         ConfigError: the adapter doesn't fit the model.
     """
-    model, adapter, value = cfg.model, adapters.adapter_kind(cfg.model), cfg.model.value
+    model, adapter, value = cfg.model, algorithm.adapter_kind(cfg.model), cfg.model.value
     dtype = cfg.hardware.weights if adapter is None else model.dtype or cfg.hardware.precision
     auto, kind = None, value.kind if algorithm.needs_critic(cfg) else "none"
     if tasks.task_name(cfg) == "reward_model":
@@ -151,7 +151,7 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
     head = trunk = None
     with model_config.loading(f"outline of {model.path}", "model.path"):
         if adapter is not None:
-            settings = peft_config(adapter, adapters.adapter_settings(model), tokenizer=model.path,
+            settings = peft_config(adapter, algorithm.adapter_settings(model), tokenizer=model.path,
                                    revision=model.revision, pair=lm.config.is_encoder_decoder)
             with torch.device("meta"):
                 attach(lm, settings, seed=0)
@@ -189,7 +189,7 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
         ConfigError: DeepSpeed's file can't be read.
     """
     trained, (frozen, unknown) = list(_trained(cfg, models)), _frozen(cfg, models.lm, rewards)
-    new = sampling.longest_rollout(cfg) if new_tokens is None else new_tokens
+    new = algorithm.longest_rollout(cfg) if new_tokens is None else new_tokens
     rows, stage = pass_rows(cfg, prompt_tokens + new, ranks), cfg.hardware.zero_stage
     weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
     passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, sampling, schema
+from ppocli.config import algorithm, schema
 from ppocli.distributed.backend import to_device
 from ppocli.models import head, layer_stack, layout, passes
 from ppocli.ppo import off_policy, shaping
@@ -58,7 +58,7 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.T
         token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
             if rollout.extras.episodes else lengths
         penalties["overlong"] = shaping.overlong_penalties(
-            token_counts, longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
+            token_counts, longest=algorithm.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=1.0 if reward.overlong_penalty is None else reward.overlong_penalty)
     return penalties
 

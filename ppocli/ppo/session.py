@@ -11,9 +11,9 @@ from ppocli.config.algorithm import (
     decoding_scores,
     kl_estimator,
     kl_in,
+    longest_response,
     reference_sharded,
 )
-from ppocli.config.sampling import longest_response
 from ppocli.config.schema import RewardConfig, TrainConfig, rewards_of
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.data.chat_text import by_template

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.config import algorithm, sampling, schema
+from ppocli.config import algorithm, schema
 from ppocli.distributed.backend import to_device
 from ppocli.ppo import experience as exp
 from ppocli.ppo import losses, ptx, reward_calls, rollout, shaping
@@ -131,7 +131,7 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
     weights = losses.token_weights(
         token_counts, aggregation=ppo.loss_aggregation, total_tokens=int(token_counts.sum()),
         total_samples=max(int((token_counts > 0).sum()), 1),
-        max_tokens=sampling.longest_rollout(session.cfg)) * (token_counts > 0)
+        max_tokens=algorithm.longest_rollout(session.cfg)) * (token_counts > 0)
     return UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from ppocli.config import adapters, algorithm, schema
+from ppocli.config import algorithm, schema
 from ppocli.config.text import first_line
 from ppocli.config.user_classes import build
 from ppocli.config.user_code import CodeSetting, Kind
@@ -169,7 +169,7 @@ def load_start(cfg: schema.TrainConfig, backend: Backend, model: Any = None, *,
     """
     log.info("loading %s", cfg.model.path)
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, model, scores=scores)
-    if (backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None
+    if (backend.zero_stage < 3 or algorithm.adapter_kind(cfg.model) is not None
             or _starts_as_adapter(cfg)):
         return whole()
     return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model, scores=scores),

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from ppocli.config import sampling, schema, tasks
+from ppocli.config import algorithm, schema, tasks
 from ppocli.config.user_classes import build, check_class
 from ppocli.config.user_code import CodeSetting, Kind
 from ppocli.errors import ConfigError
@@ -24,7 +24,7 @@ def check_own_classes(cfg: schema.TrainConfig) -> None:
     """
     if tasks.task_name(cfg) not in _OURS:
         check_class(CodeSetting(str(cfg.task.fn), "task.fn", TASK), Task)
-    if cfg.rollout.engine not in sampling.OUR_ENGINES:
+    if cfg.rollout.engine not in algorithm.OUR_ENGINES:
         from ppocli.sampling.sampler import Sampler
 
         check_class(CodeSetting(cfg.rollout.engine, "rollout.engine", SAMPLER), Sampler)

@@ -155,11 +155,11 @@ def test_scoring_beside_generation_keeps_ranks_in_step(world):
 
 
 @pytest.mark.parametrize(("more", "text"), [
-    (["hardware.offload_param=true", "hardware.zero_stage=2"], "offload_param needs zero_stage 3"),
-    (["hardware.offload_optimizer=true"], "offload_optimizer needs zero_stage 1"),
+    (["hardware.offload_param=true", "hardware.zero_stage=2"], "hardware.offload_param, "),
+    (["hardware.offload_optimizer=true"], "hardware.offload_optimizer, "),
     (["hardware.num_nodes=2", "run_name=x"], "2 nodes need a place to meet"),
     (["hardware.node_rank=1"], "node_rank 1 must be below num_nodes 1"),
-    (["hardware.deepspeed_config=ds.json"], "DeepSpeed is used with zero_stage 1 to 3 only"),
+    (["hardware.deepspeed_config=ds.json"], "hardware.deepspeed_config, hardware.zero_stage"),
     (["hardware.deepspeed_config=none.json", "hardware.zero_stage=1"], "can't be read as JSON")])
 def test_contradictions_are_told_before_anything_starts(world, command, more, text):
     assert text in command(*words(*more), code=2).said

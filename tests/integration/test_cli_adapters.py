@@ -128,7 +128,7 @@ def test_what_lies_in_the_current_folder_stands_for_no_library(world, tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(HIDING)
     env = {"PYTHONPATH": str(tmp_path / "site")}
-    for more, code, place in ((LORA, 2, "model.peft: needs the library PEFT"),
+    for more, code, place in ((LORA, 2, "model.peft: needs peft"),
                               (["reward.fn=reward_model", "reward.kwargs.model=runs/lora/model"], 3,
                                "lora/model needs peft")):
         done = ppocli("train", *words("run_name=none"), *more, cwd=world, code=code, **env)

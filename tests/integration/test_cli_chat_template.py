@@ -87,7 +87,7 @@ def test_ppo_goes_on_as_the_model_was_trained(here, app):
         app("resume", f"runs/{name}", "ppo.num_steps=2", code=0)
     app(*PPO, "model.path=runs/s", "ppo.num_steps=2", "run_name=auto", "resume=auto", code=0)
     done = app(*PPO, "model.path=runs/s", "ppo.num_steps=1", "prompts.length_sampler=[2,4]", code=2)
-    assert "would cut off the end of the chat template" in done.err
+    assert "prompts.length_sampler would cut off its end" in done.err
     # without a record it is as it ever was: plain, and chat renders
     app(*PPO, "model.path=talker", "ppo.num_steps=1", "run_name=other", code=0)
     assert jsonl(Path("runs/other/samples.jsonl"))[0]["prompt"] == "the film"

@@ -117,9 +117,9 @@ WRONG = [
     (["env.fn=env.py:add"], 7, "is no class"),
     (["env.fn=env.py:Words", "env.max_turns=0"], 2, "env.max_turns"),
     (["env.fn=tools"], 2, "env.fn=tools plays these functions, and there are none"),
-    (["env.fn=env.py:Words", "ppo.staleness=1"], 2, "not with an environment"),
-    (["ppo.gae_unit=turn"], 2, "only an environment (env.fn) makes several turns"),
-    (["env.max_turns=4"], 2, "this belongs to env.fn, which is not given")]
+    (["env.fn=env.py:Words", "ppo.staleness=1"], 2, "env.fn, ppo.staleness"),
+    (["ppo.gae_unit=turn"], 2, "ppo.gae_unit, env.fn: needs env.fn"),
+    (["env.max_turns=4"], 2, "env.max_turns, env.fn: needs env.fn")]
 
 
 @pytest.mark.parametrize(("given", "code", "said"), WRONG)

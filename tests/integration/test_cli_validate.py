@@ -337,5 +337,5 @@ def test_typed_prompts_take_the_place_of_a_groups(validate, world):
                         (["prompts.eval.items=[a]"], 192)):
         done = validate("+recipe=quickstart", *more, "--json")
         assert json.loads(done.out)["runs"][0]["prompts"] == count, done.said
-    assert "give a source or inline prompts, not both" in validate(
+    assert "prompts.path, prompts.items" in validate(
         "+recipe=quickstart", "prompts.items=[a]", "prompts.path=three.txt", code=2).err

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2.defaults
 import jinja2.meta
 
-from ppocli.config import sampling, schema
+from ppocli.config import schema
 from ppocli.config.text import first_line, short_path, suggestion
 from ppocli.errors import ConfigError, InputError
 from ppocli.runs.model_files import trained_with_template
@@ -164,8 +164,7 @@ def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None, *,
     log.info("%s", why)
     if chat == cfg.prompts.chat:
         return cfg
-    decided_cfg = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
-    for broken, key, what in sampling.prompt_rules(decided_cfg, frozenset({"prompts.path"})):
-        if broken:
-            raise ConfigError(f"{why}; but {key} {what}.", where=key, fix="prompts.chat=false")
-    return decided_cfg
+    if chat and cfg.prompts.length_sampler:
+        raise ConfigError(f"{why}; but prompts.length_sampler would cut off its end.",
+                          where="prompts.length_sampler", fix="prompts.chat=false")
+    return replace(cfg, prompts=replace(cfg.prompts, chat=chat))

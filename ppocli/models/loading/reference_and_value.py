@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from ppocli.config.adapters import adapter_kind
+from ppocli.config.algorithm import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.config.text import pasted
 from ppocli.distributed.deepspeed_internals import whole_shape
