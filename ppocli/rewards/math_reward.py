@@ -11,6 +11,7 @@ import json
 import select
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class Math:
         if self._process is None:
             self._process = subprocess.Popen([sys.executable, "-P", __file__], text=True,
                                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            weakref.finalize(self, _end, self._process)
             if self._ask("ready?", STARTUP_SECONDS) is None:
                 raise RewardError("The process that compares answers did not start.",
                                   where="reward.fn=math", fix="see its messages above")
@@ -86,10 +88,14 @@ class Math:
             line = ""
         if line:
             return dict(json.loads(line))
-        self._process.kill()
-        self._process.wait()
+        _end(self._process)
         self._process = None
         return None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def _reply(answer: str, response: str, seconds: int) -> dict[str, Any]:
