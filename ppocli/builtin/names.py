@@ -23,8 +23,9 @@ BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, 
     "classifier": "reward_model:TextClassifier", "reward_model": "reward_model:RewardModel",
     "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
     "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
-    "step_word_list": "rules:StepWordList", "answer": "rules:Answer",
-    "randomwalks": "randomwalks:optimality"}.items()}
+    "step_word_list": "rules:StepWordList", "answer": "rules:Answer", "math": "math_reward:Math",
+    "randomwalks": "randomwalks:optimality"}.items()} | {
+        "reasoning_gym": "ppocli.data.gym_tasks:ReasoningGym"}
 """values of ``reward.fn`` and the import paths they stand for"""
 BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
 """values of ``reward.step_fn``"""

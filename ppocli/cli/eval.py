@@ -145,7 +145,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
                                         for model in models.values())]
                       for q in report["quantiles"]]
         # distinct-n falls with the number of texts, so it is shown only for equal numbers
-        table.append([_NAMES.get(name, name.removeprefix("metrics/")),
+        table.append([_NAMES.get(name, name.removeprefix("metrics/").replace("_at_", "@")),
                       *(_with_error(model["figures"].get(name), model["stderr"].get(name))
                         if model["samples"] == report["samples"]
                         or not name.startswith("distinct_") else "-"

@@ -189,7 +189,7 @@ class EvalPromptsConfig:
     """Evaluation prompts. A key left null takes the value of the same key in ``prompts``."""
 
     path: Any = key(None, each=str, holds="rows")
-    """file, folder or Hub data set, as of prompts.path, which is the default"""
+    """file, folder, task or Hub data set, as of prompts.path, which is the default"""
     name: Optional[str] = key(None)
     """Hub data set configuration"""
     split: Optional[str] = key(None)
@@ -198,6 +198,8 @@ class EvalPromptsConfig:
     """column that holds the prompt"""
     columns: Optional[list[str]] = key(None)
     """metadata columns handed to the reward by name"""
+    kwargs: dict[str, Any] = key({}, holds="arguments")
+    """arguments of a task that makes prompts, beside those of prompts.kwargs, such as another seed"""
     items: Optional[list[Any]] = key(None)
     """prompts given inline"""
     limit: int = key(64, ge=1)
@@ -226,7 +228,9 @@ class EvalPromptsConfig:
 class PromptsConfig:
     path: Any = key(None, each=str, holds="rows")
     """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
-    folder, also one saved by `datasets`, or a Hub data set"""
+    folder, also one saved by `datasets`, a Hub data set, or a task: reasoning_gym:NAME"""
+    kwargs: dict[str, Any] = key({}, holds="arguments")
+    """arguments of the task: size, seed (default 0), and those of its difficulty"""
     name: Optional[str] = key(None)
     """configuration of a data set on the Hub, or of a folder"""
     split: str = key("train")

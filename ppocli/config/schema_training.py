@@ -287,8 +287,8 @@ class PPOConfig:
     """stop the epochs of a step when the policy moved more than 1.5 times this (nats per token)"""
     step_kl: Optional[float] = key(None, gt=0)
     """steer the learning rate so that the updates of a step move the policy by this KL (nats per
-    token), times the square of the schedule's factor; needs two updates a step (null: the rate is
-    ppo.optimizer.lr)"""
+    response), times the square of the schedule's factor; needs two updates a step (null: the rate
+    is ppo.optimizer.lr)"""
     ratio_threshold: Optional[float] = key(10.0, gt=1)
     """skip an update whose mean ratio exceeds this"""
     whiten_advantages: Optional[bool] = key(None)

@@ -17,6 +17,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
 from ppocli.config.keys import row_paths
 from ppocli.config.text import first_line, nearest, pasted
+from ppocli.data import gym_tasks
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file, table_rows, without_nulls
 from ppocli.errors import ConfigError, InputError
 from ppocli.runs import hub
@@ -73,21 +74,22 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Sourc
 
     The result has a path or items only if some are set for evaluations: ``items``,
     ``prompts.eval.items``, ``prompts.eval.path``, or another ``split`` or ``name`` of
-    ``prompts.path``.
+    ``prompts.path``, or other arguments of a task.
 
     Raises:
         ConfigError: as :func:`training_spec`.
     """
-    section, path = cfg.eval, cfg.eval.path
+    section, path, kwargs = cfg.eval, cfg.eval.path, cfg.kwargs | cfg.eval.kwargs
     if items is None:
         items = section.items
-    if path is None and items is None and (section.split is not None or section.name is not None):
+    if path is None and items is None and (
+            section.split is not None or section.name is not None or section.kwargs):
         path = cfg.path
     overrides = {name: value for name, value in vars(section).items()
                  if value is not None and name != "repeat"}
     return Source(key="prompts.eval", split_is_set=section.split is not None,
                   path_key="prompts.path" if section.path is None else "prompts.eval.path",
-                  **vars(cfg) | overrides | {"path": path, "items": as_list(
+                  **vars(cfg) | overrides | {"path": path, "kwargs": kwargs, "items": as_list(
                       items, where="prompts.eval.items")})
 
 
@@ -140,6 +142,9 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
                          fix=f"{spec.path_key}=FILE, or null")
     if len(paths := row_paths(spec.path)) > 1:
         return chain.from_iterable(open_rows(replace(spec, path=path), notes) for path in paths)
+    if spec.path.startswith(gym_tasks.PREFIX):
+        return gym_tasks.gym_rows(spec.path.removeprefix(gym_tasks.PREFIX), spec.kwargs,
+                                  spec.column, spec.path_key)
     if "://" in spec.path:
         return _url_rows(spec, spec.path)
     if names_hub_dataset(spec.path):

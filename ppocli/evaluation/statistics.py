@@ -27,6 +27,8 @@ QUANTILES = (5, 25, 50, 75, 95)
 BASE_SAMPLES = 16
 """samples of the base for each prompt of a frontier"""
 BEST_OF = (1, 2, 4, 8, 16)
+PREDICTION = "pred"
+"""column that a reward logs with the answer it read in a response, as verl names it"""
 
 
 def now() -> str:
@@ -38,8 +40,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Figures over the samples of one model; NaN for the mean of nothing.
 
     Returns:
-        figures as a run's ``eval_after`` has them, and ``distinct_1`` and ``distinct_3``; stderr of
-        those that are means over samples; quantiles of the scores, ``p5`` to ``p95``; samples, and
+        figures as a run's ``eval_after`` has them, ``distinct_1`` and ``distinct_3``, and those of
+        :func:`figures_at_k`; stderr of those that are means over samples or prompts; quantiles of the scores, ``p5`` to ``p95``; samples, and
         how many are scored.
     """
     columns = defaultdict[str, list[tuple[float, int]]](list)
@@ -54,7 +56,10 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
             if value is not None:
                 columns[name].append((float(value), row["prompt_index"]))
 
-    figures = evaluation_figures(rows, (1, 2, 3))
+    at_k = figures_at_k(rows)
+    columns |= at_k
+    figures = evaluation_figures(rows, (1, 2, 3)) | {
+        name: mean([value for value, _ in column]) for name, column in at_k.items()}
     scores = [row["score"] for row in rows if row["score"] is not None]
     return {"figures": figures,
             "stderr": {name: _stated_error(name, columns[name]) for name in figures
@@ -71,6 +76,44 @@ def _stated_error(name: str, column: Sequence[tuple[float, int]]) -> float:
     if may_be and {value for value, _ in column} <= {0.0, 1.0}:
         return share_stderr(column)
     return clustered_stderr(column)
+
+
+def figures_at_k(rows: Sequence[Row]) -> dict[str, list[tuple[float, int]]]:
+    """What k responses to a prompt are worth where every score is 0 or 1 and every prompt has
+    several responses, n at least.
+
+    ``pass_at_k``, k = 2, 4, ... n: the chance that one of k is right, unbiased over all subsets
+    (Chen et al. 2021, arXiv:2107.03374, section 2.1). ``maj_at_n``, where the reward logs the
+    answer it read as column ``pred``: the score of the most frequent answer among all responses;
+    of several that are equally frequent, their mean (self-consistency, Wang et al. 2022,
+    arXiv:2203.11171). A response without an answer has no vote.
+
+    Returns:
+        name -> the value of each prompt, with the prompt's number.
+    """
+    prompts = defaultdict[int, list[Row]](list)
+    for row in rows:
+        prompts[row["prompt_index"]].append(row)
+    fewest = min(map(len, prompts.values()), default=0)
+    if fewest < 2 or not {row["score"] for row in rows} <= {0.0, 1.0}:
+        return {}
+    sizes = sorted({fewest, *(k for k in BEST_OF if 1 < k < fewest)})
+    figures = {f"pass_at_{k}": [(best_of_n([row["score"] for row in group], k), prompt)
+                                for prompt, group in prompts.items()] for k in sizes}
+    if any(PREDICTION in row.get("extra", {}) for row in rows):
+        figures[f"maj_at_{fewest}"] = [(_score_of_majority(group), prompt)
+                                       for prompt, group in prompts.items()]
+    return figures
+
+
+def _score_of_majority(group: Sequence[Row]) -> float:
+    """The score of the most frequent prediction among the samples of a prompt, 0 without any."""
+    scores = defaultdict[str, list[float]](list)
+    for row in group:
+        if (prediction := row.get("extra", {}).get(PREDICTION)) is not None:
+            scores[str(prediction)].append(row["score"])
+    most = max(map(len, scores.values()), default=0)
+    return mean([mean(votes) for votes in scores.values() if len(votes) == most]) if most else 0.0
 
 
 def share_stderr(column: Sequence[tuple[float, int]]) -> float:

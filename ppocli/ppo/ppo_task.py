@@ -151,7 +151,8 @@ class PPOTask(task.Task):
         if cfg.ppo.step_kl is not None and algorithm.steers_rate(cfg.ppo):
             shape = lr_factor(cfg.ppo.scheduler, state.updates,
                               self.length.total_updates(cfg, state))
-            moved = step_size.kl_of_updates(result.made.get(records.POLICY, ()))
+            moved = step_size.kl_of_updates(result.made.get(records.POLICY, ()),
+                                            plan.atoms.mean_loss_tokens)
             after = replace(after, rate=step_size.next_rate(
                 before.rate, moved, cfg.ppo.step_kl * shape**2))
         if self.session.examples is not None:

@@ -208,6 +208,12 @@ class Experience:
         """[B, R] bool of the actions."""
         return self.sequences.mask
 
+    @property
+    def mean_loss_tokens(self) -> float:
+        """Tokens of a sample that are in the loss, on average."""
+        counts = self.extras.counts
+        return float((self.response_mask if counts is None else counts).sum()) / len(self)
+
 
 @dataclass(frozen=True, slots=True)
 class PPOState:

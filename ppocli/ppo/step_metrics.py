@@ -202,7 +202,8 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
             "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
     if ppo.step_kl is not None:
-        figures["policy/step_kl"] = step_size.kl_of_updates(result.made.get(POLICY, ()))
+        figures["policy/step_kl"] = step_size.kl_of_updates(
+            result.made.get(POLICY, ()), experience.mean_loss_tokens)
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.options.ent_coef
     for enabled, names in (

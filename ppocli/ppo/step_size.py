@@ -32,11 +32,18 @@ def step_kl(kls: Sequence[float]) -> float:
     return max(math.fsum(kl - kls[0] for kl in kls), 0.0) / share
 
 
-def kl_of_updates(updates: Sequence[Mapping[str, float]]) -> float:
-    """The KL by which a step moved the policy, nats per token, from the loss terms of its updates:
-    of the estimate ``ratio - 1 - log ratio`` over the samples of the old policy, which is never
-    negative and which tokens that have all but vanished don't rule."""
-    return step_kl([terms["approx_kl"] + terms["ratio"] - 1.0 for terms in updates])
+def kl_of_updates(updates: Sequence[Mapping[str, float]], mean_tokens: float) -> float:
+    """The KL by which a step moved the policy, in nats per response, from the loss terms of its
+    updates: the estimate ``ratio - 1 - log ratio`` over the samples of the old policy, which is
+    never negative and which tokens that have all but vanished don't dominate.
+
+    Args:
+        updates: terms of each update, means over tokens.
+        mean_tokens: trained tokens of a response. What a reward can gain is bounded by the KL of
+            a whole response, so that long responses move less per token.
+    """
+    return mean_tokens * step_kl([
+        terms["approx_kl"] + terms["ratio"] - 1.0 for terms in updates])
 
 
 def next_rate(rate: float, kl: float, target: float) -> float:

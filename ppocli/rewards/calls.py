@@ -52,7 +52,8 @@ ARGUMENTS: Mapping[str, Source] = {
                     lambda r: [list(ids) for ids in r.response_ids]),
     "chats": lambda r: r.conversations and fresh(r.conversations),
     "tokenizer": lambda r: r.tokenizer,
-    "steps": steps_of}
+    "steps": steps_of,
+    "log_extra": lambda r: r.logs.extra, "log_metric": lambda r: r.logs.metric}
 """what a function may ask for by name. Every call gets new lists, which it may change."""
 FROM_COLUMNS = frozenset({"extra_info", "ground_truth", "labels"})
 """arguments of other libraries that are made of the column of that name, or of another one"""

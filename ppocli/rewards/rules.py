@@ -6,7 +6,7 @@ each call gets a chunk of samples and returns one number per sample. A plain fun
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from itertools import accumulate
 from typing import Any
@@ -150,8 +150,9 @@ class Answer:
                 raise wrong_argument(name, value, "a text")
         self.column, self.after = column, after
 
-    def __call__(self, responses: list[str], **columns: Any) -> list[float]:
-        """[N] 1 or 0."""
+    def __call__(self, responses: list[str], log_extra: Callable[[str, Sequence[Any]], None],
+                 **columns: Any) -> list[float]:
+        """[N] 1 or 0; the number read in each response is logged as ``pred``."""
         if self.column not in columns:
             raise RewardError(f"The prompts have no column {self.column!r}.",
                               where="reward.kwargs.column", fix="name the column with the answers")
@@ -163,8 +164,10 @@ class Answer:
                               "reward.kwargs.column")
         texts = [response.rpartition(self.after)[2] if self.after in response else ""
                  for response in responses] if self.after else responses
-        return [float(_last_number(text) == number)
-                for text, number in zip(texts, expected, strict=True)]
+        numbers = list(map(_last_number, texts))
+        log_extra("pred", [None if number is None else f"{number.normalize():f}"
+                           for number in numbers])
+        return [float(number == right) for number, right in zip(numbers, expected, strict=True)]
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -223,8 +223,7 @@ STYLES = {style.name: style for style in (
         "completions": lambda r: [[{"role": "assistant", "content": text}] if r.messages else text
                                   for text in r.responses],
         "environments": lambda r: [one.environment for one in r.episodes],
-        "trainer_state": _trainer_state,
-        "log_extra": lambda r: r.logs.extra, "log_metric": lambda r: r.logs.metric}),
+        "trainer_state": _trainer_state}),
     Style("trlx", {
         **ARGUMENTS, "outputs": _ended_outputs,
         "samples": lambda r: [p + q for p, q in zip(r.prompts, _ended_outputs(r), strict=True)]},

@@ -24,10 +24,11 @@ from ppocli.runs.target import Target
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
 
 
-def row(score, prompt=0, *, response="a b", kl=0.5, rewards=None, metrics=None):
+def row(score, prompt=0, *, response="a b", kl=0.5, rewards=None, metrics=None,
+        **more):
     return {"model": "policy", "prompt_index": prompt, "prompt": "p", "response": response,
             "score": score, "kl": kl, "response_tokens": 2, "finished": True,
-            "rewards": rewards or {"r": score}, "metrics": metrics or {}}
+            "rewards": rewards or {"r": score}, "metrics": metrics or {}, **more}
 
 
 def stderr(values, prompts):
@@ -63,6 +64,27 @@ def test_figures_leave_out_what_has_no_score():
     assert math.isnan(found["stderr"]["reward/b"])
     assert found["stderr"]["metrics/m"] == pytest.approx(2 / math.sqrt(3))
     assert found["quantiles"]["p50"] == 2.5
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets_and_the_majority_is_scored():
+    scores = {0: [1.0, 0.0, 0.0, 0.0, 1.0], 1: [0.0] * 5, 2: [1.0] * 5}
+    predictions = {0: ["4", "7", "7", None, "4"], 1: [None] * 5, 2: ["1", "1", "2", "2", "3"]}
+    rows = [row(score, prompt, extra={"pred": predictions[prompt][number]})
+            for prompt, each in scores.items() for number, score in enumerate(each)]
+    results = figures_of(rows)
+    for k in (2, 4, 5):
+        values = [statistics.mean(max(some) for some in itertools.combinations(each, k))
+                  for each in scores.values()]
+        assert results["figures"][f"pass_at_{k}"] == pytest.approx(statistics.mean(values))
+        assert results["stderr"][f"pass_at_{k}"] == pytest.approx(
+            statistics.stdev(values) / math.sqrt(3))
+    # of the first prompt two answers are equally frequent, one right; the second has no answer
+    assert results["figures"]["maj_at_5"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+
+
+@pytest.mark.parametrize("scores", [[0.5, 1.0], [None, 1.0], [1.0]])
+def test_pass_at_k_needs_several_responses_that_are_right_or_wrong(scores):
+    assert not any("_at_" in name for name in figures_of([row(one, 0) for one in scores])["figures"])
 
 
 def test_a_share_of_outcomes_that_are_all_alike_is_no_certainty():

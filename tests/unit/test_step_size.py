@@ -57,8 +57,9 @@ def test_a_run_begins_with_a_tenth_of_its_rate_and_follows_the_kl(tmp_path):
         (first, result, row), (second, later, _) = steps_of(session, 2)
     kls = [terms["approx_kl"] + terms["ratio"] - 1.0 for terms in result.made["all"]]
     assert (first, len(kls)) == (0.1, 8)
-    assert row["policy/step_kl"] == pytest.approx(step_kl(kls))
-    assert second == pytest.approx(next_rate(0.1, step_kl(kls), 0.01))
+    moved = row["rollout/response_tokens_mean"] * step_kl(kls)
+    assert row["policy/step_kl"] == pytest.approx(moved)
+    assert second == pytest.approx(next_rate(0.1, moved, 0.01))
     # the last of a step's updates, of 32 in a rate that falls linearly
     assert result.lr == pytest.approx(1e-3 * 0.1 * (1 - 7 / 32))
     assert later.lr == pytest.approx(1e-3 * second * (1 - 15 / 32))

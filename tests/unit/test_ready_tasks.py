@@ -1,0 +1,88 @@
+"""Verifiers and tasks of other packages: math-verify and reasoning-gym themselves."""
+
+import os
+import signal
+
+import pytest
+
+from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
+from ppocli.data.gym_tasks import ReasoningGym, gym_rows
+from ppocli.data.sources import evaluation_spec, open_rows, training_spec
+from ppocli.errors import InputError, RewardError
+from ppocli.rewards.math_reward import Math
+
+LOGGED = {}
+
+
+def log_extra(column, values):
+    LOGGED[column] = values
+
+
+@pytest.fixture(scope="module")
+def judge():
+    pytest.importorskip("math_verify")
+    return Math(seconds=2)
+
+
+def test_equal_expressions_are_right_in_any_form(judge):
+    scores = judge([r"So it is \boxed{\frac{1}{2}}.", "0.5", "The answer is 3/4", "none", "$1+x$"],
+                   log_extra, answer=["0.5", r"\frac{2}{4}", "0.5", "0.5", "$x+1$"])
+    assert scores == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert LOGGED["pred"][2:4] == ["3/4", None]
+
+
+def test_a_process_that_does_not_answer_is_replaced_and_the_response_is_wrong(judge):
+    assert judge(["1"], log_extra, answer=["1"]) == [1.0]
+    first = judge._process
+    os.kill(first.pid, signal.SIGSTOP)
+    judge.seconds = 1
+    assert judge(["1"], log_extra, answer=["1"]) == [0.0]
+    assert first.poll() == -signal.SIGKILL
+    assert judge(["1"], log_extra, answer=["1"]) == [1.0]
+
+
+def test_answers_must_be_there(judge):
+    with pytest.raises(RewardError, match="no column 'answer'"):
+        judge(["1"], log_extra, solution=["1"])
+
+
+def spec(**keys):
+    return training_spec(PromptsConfig(path="reasoning_gym:chain_sum", **keys), None)
+
+
+@pytest.fixture(scope="module")
+def gym():
+    pytest.importorskip("reasoning_gym")
+
+
+def test_questions_are_those_of_their_seed_and_right_answers_score_1(gym):
+    rows = [list(open_rows(spec(kwargs={"size": 4, **seed}), []))
+            for seed in ({}, {"seed": 0}, {"seed": 1})]
+    questions = [[row.values["prompt"] for row in each] for each in rows]
+    assert questions[0] == questions[1] != questions[2]
+    answers = [row.values["answer"] for row in rows[0]]
+    responses = [f"Hm.\n<answer> {answer}\n</answer> That is it." for answer in answers]
+    entries = [row.values["entry"] for row in rows[0]]
+    assert ReasoningGym()(responses, log_extra, entry=entries) == [1.0] * 4
+    assert LOGGED["pred"] == answers
+    assert ReasoningGym("whole")(answers, log_extra, entry=entries) == [1.0] * 4
+    assert ReasoningGym("last_line")([f"so\n{one}" for one in answers], log_extra,
+                                     entry=entries) == [1.0] * 4
+    assert ReasoningGym()(answers, log_extra, entry=entries) == [0.0] * 4, "no tag"
+
+
+def test_evaluations_may_have_another_seed():
+    cfg = PromptsConfig(path="reasoning_gym:chain_sum", kwargs={"size": 9, "seed": 3},
+                        eval=EvalPromptsConfig(kwargs={"seed": 4}))
+    source = evaluation_spec(cfg, None)
+    assert (source.path, source.kwargs) == (cfg.path, {"size": 9, "seed": 4})
+    cfg.eval.kwargs = {}
+    assert evaluation_spec(cfg, None).path is None, "the training prompts"
+
+
+@pytest.mark.parametrize(("name", "kwargs", "message"), [
+    ("chainsum", {}, "no task 'chainsum'"), ("chain_sum", {"terms": 3}, "refuses its arguments"),
+    ("chain_sum", {"min_terms": 4, "max_terms": 2}, "max_terms must be >= min_terms")])
+def test_tasks_and_arguments_that_there_are_not(gym, name, kwargs, message):
+    with pytest.raises(InputError, match=message):
+        list(gym_rows(name, kwargs, "prompt", "prompts.path"))
