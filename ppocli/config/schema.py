@@ -199,7 +199,7 @@ class EvalPromptsConfig:
     columns: Optional[list[str]] = key(None)
     """metadata columns handed to the reward by name"""
     kwargs: dict[str, Any] = key({}, holds="arguments")
-    """arguments of a task that makes prompts, beside those of prompts.kwargs, such as another seed"""
+    """arguments of a task, beside those of prompts.kwargs, such as another seed"""
     items: Optional[list[Any]] = key(None)
     """prompts given inline"""
     limit: int = key(64, ge=1)

@@ -41,8 +41,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
 
     Returns:
         figures as a run's ``eval_after`` has them, ``distinct_1`` and ``distinct_3``, and those of
-        :func:`figures_at_k`; stderr of those that are means over samples or prompts; quantiles of the scores, ``p5`` to ``p95``; samples, and
-        how many are scored.
+        :func:`figures_at_k`; stderr of those that are means over samples or prompts; quantiles of
+        the scores, ``p5`` to ``p95``; samples, and how many are scored.
     """
     columns = defaultdict[str, list[tuple[float, int]]](list)
     for row in rows:

@@ -84,7 +84,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets_and_the_majority_is_scored():
 
 @pytest.mark.parametrize("scores", [[0.5, 1.0], [None, 1.0], [1.0]])
 def test_pass_at_k_needs_several_responses_that_are_right_or_wrong(scores):
-    assert not any("_at_" in name for name in figures_of([row(one, 0) for one in scores])["figures"])
+    figures = figures_of([row(one, 0) for one in scores])["figures"]
+    assert not any("_at_" in name for name in figures)
 
 
 def test_a_share_of_outcomes_that_are_all_alike_is_no_certainty():
