@@ -130,7 +130,7 @@ def test_splits(tmp_path, kind, split, expected):
     prompts = load(folder, split=split)
     assert prompts.texts == expected
     assert prompts.notes == ()
-    with pytest.raises(InputError, match="Bad split: tset.*train") as caught:
+    with pytest.raises(InputError, match=r"Bad split: tset.*train") as caught:
         load(folder, split="tset")
     assert "prompts.split=tset" in caught.value.where
 
