@@ -252,7 +252,7 @@ def _check_prompts(config: schema.TrainConfig, checked: Checked
     for spec_of in (sources.training_spec, sources.evaluation_spec):
         with checked.collecting():
             spec = spec_of(config.prompts, None)
-            rows = _rows(spec, config.model, checked)
+            rows = _rows(spec)
             names = list(chat_text.metadata(rows, spec)) if rows else []
             if spec_of is sources.training_spec and rows is not None:
                 count = len(rows) if spec.has_source else 1  # the BOS token alone
@@ -292,7 +292,7 @@ def _on_hub(*paths: str | None) -> bool:
     return any(path is not None and sources.names_hub_dataset(path) for path in paths)
 
 
-def _rows(spec: sources.Source, model: schema.ModelConfig, checked: Checked) -> list[Any] | None:
+def _rows(spec: sources.Source) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
@@ -301,12 +301,7 @@ def _rows(spec: sources.Source, model: schema.ModelConfig, checked: Checked) -> 
     rows = chat_text.take_rows(sources.open_rows(spec, []), spec, [],
                             most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
-        texts = chat_text.prompt_texts(chat_text.prompt_cells(rows, spec), rows, spec, None)
-        eos = model_files.eos_text(model.tokenizer_path or model.path,
-                                   None if model.tokenizer_path else model.revision)
-        ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
-        if ended:
-            checked.warnings.append(f"{spec.key}: {chat_text.ends_in_eos(ended, eos)}")
+        chat_text.prompt_texts(chat_text.prompt_cells(rows, spec), rows, spec, None)
     return rows
 
 

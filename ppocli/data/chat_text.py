@@ -1,20 +1,19 @@
-"""From raw rows to the texts of prompts: first words, template, chat template."""
+"""From raw rows to the texts of prompts: first words, template, chat template; and conversations
+in pieces, the model's turns and the rest."""
 
 import json
-import string
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ppocli.config.text import counted, cut, nearest, pasted, suggestion
 from ppocli.data.files import Row, is_conversation, without_nulls
-from ppocli.data.shapes import Shapes, with_prompt
+from ppocli.data.shapes import Message, Shapes, is_masked, render, with_prompt
 from ppocli.data.sources import Source
-from ppocli.data.tool_calls import names_of, with_arguments
 from ppocli.errors import ConfigError, InputError
 
-Piece = tuple[str, str | None]
-"""a literal text, and the name of the placeholder after it (None at the end)"""
+Piece = tuple[str, bool]
+"""a text, and whether it is trained on"""
 
 
 def take_rows(rows: Iterable[Row], spec: Source, notes: list[str], *,
@@ -53,14 +52,6 @@ def note_count(notes: list[str], count: int, what: str, noun: str = "prompt") ->
     if count:
         was = "was" if count == 1 else "were"
         notes.append(f"{counted(count, noun)} {what.format(was=was)}")
-
-
-def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
-    """The warning for prompts that end in the EOS token."""
-    ends, they = ("ends", "it") if len(rows) == 1 else ("end", "they")
-    return (f"{counted(len(rows), 'prompt')} {ends} in the EOS token {eos} (the first: "
-            f"{rows[0].place}): to the model the text is over before the response begins. Leave "
-            f"the token out if {they} should be continued")
 
 
 def _is_blank(row: Row, spec: Source) -> bool:
@@ -135,9 +126,9 @@ def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokeni
                              "expects a form), or model.chat_template=FILE" if plain else
                              "model.chat_template=FILE, which the prompts need: they are lists "
                              "of messages", code="no-chat-template")
-    return [encodable(cell if isinstance(cell, str) else rendered_chat(
+    return [cell if isinstance(cell, str) else rendered_chat(
         cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true",
-        tools=row_tools(row, spec)), row, spec) for row, cell in zip(rows, cells, strict=True)]
+        tools=row_tools(row, spec)) for row, cell in zip(rows, cells, strict=True)]
 
 
 def row_tools(row: Row, spec: Source) -> list[Any] | None:
@@ -169,29 +160,20 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
 
 
 def note_tools(notes: list[str], conversations: Iterable[tuple[str, Any, list[Any] | None]],
-               tokenizer: Any, *, prompt: bool = False, column: str = "tools") -> None:
-    """Note that the chat template leaves out tools or calls of tools. The first conversation with
-    tools and the first with calls are checked, for all others.
+               tokenizer: Any, column: str = "tools") -> None:
+    """Note that the chat template leaves out tools; the first conversation with tools is checked,
+    for all others.
 
     Args:
         conversations: place, conversation and descriptions of tools of each row.
-        prompt: whether the conversations are prompts, which an answer follows.
         column: the column of the descriptions.
     """
-    conversations = list(conversations)
     for place, messages, tools in conversations:
         if tools:
-            without, with_tools = (rendered_chat(messages, place, tokenizer, tools=each,
-                                                 prompt=prompt) for each in (None, tools))
-            if without == with_tools:
+            if rendered_chat(messages, place, tokenizer) == rendered_chat(
+                    messages, place, tokenizer, tools=tools):
                 notes.append(f"the chat template leaves out what the column {column} describes")
-            break
-    for place, messages, _ in conversations:
-        if isinstance(messages, list) and (names := names_of(messages)):
-            text = rendered_chat(messages, place, tokenizer, tools=None, prompt=prompt)
-            if not any(name in text for name in names):
-                notes.append("the chat template leaves out the calls of tools (tool_calls)")
-            break
+            return
 
 
 def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = None) -> list[Any]:
@@ -206,15 +188,15 @@ def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = No
         InputError: ``first_words`` or ``template`` is set and a row holds messages, or the template
             needs a cell that is empty.
     """
-    pieces = None if spec.template is None else parse_template(spec, column_names(rows))
+    names = [] if spec.template is None else column_names(rows)
     cells: list[Any] = []
     for row in rows:
         cell = row.values[spec.column]
         if isinstance(cell, str):
             if spec.first_words is not None:
                 cell = " ".join(cell.split()[:spec.first_words])
-            if pieces is not None:
-                cell = fill(pieces, cell, row, spec)
+            if spec.template is not None:
+                cell = filled(cell, row, spec, names)
             if spec.chat:
                 cell = [{"role": "user", "content": cell}]
         elif text_key := next((name for name in ("first_words", "template")
@@ -236,24 +218,50 @@ def with_system_turn(cell: Any, row: Row, spec: Source, notes: list[str]) -> Any
     return cell if fronted is messages else fronted
 
 
-def encodable(text: str, row: Row, spec: Source) -> str:
-    """``text``, of that row, if it can be encoded.
+def filled(prompt: str, row: Row, spec: Source, names: Sequence[str] = ()) -> str:
+    """``spec.template`` with a row's prompt and cells in place of its placeholders.
+
+    Args:
+        names: columns of all rows, for errors.
 
     Raises:
-        InputError: it holds half of a UTF-16 pair.
+        ConfigError: the template is malformed, or names another column or none.
+        InputError: a cell that it needs is empty.
     """
+    template, columns = spec.template or "", {**row.values, "prompt": prompt, spec.column: prompt}
+    where, fix = f"{spec.key}.template={template!r}", "write a literal brace twice: {{ or }}"
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"The {spec.noun} in {row.place} holds {text[error.start]!a}, half of a "
-                         "UTF-16 pair, which is no character.",
-                         where=(f"{spec.key}.column={spec.column}" if spec.noun == "prompt"
-                                else spec.where),
-                         fix="write the character itself, or both halves") from error
+        text = template.format_map(columns)
+    except KeyError as error:
+        name = str(error.args[0])
+        if name in names:
+            raise _empty_cell(name, row, spec) from None
+        present = list(dict.fromkeys(["prompt", *columns, *names]))
+        near = nearest(name, present, count=1)
+        raise ConfigError(f"The template's placeholder {{{name}}} is no column; there are "
+                          f"{', '.join(present)}."
+                          + (f" Did you mean {{{near[0]}}}?" if near else ""),
+                          where=where, fix=fix) from None
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ConfigError(f"The template is malformed: {error}.", where=where, fix=fix) from error
+    for name, cell in row.values.items():
+        if cell is None and f"{{{name}}}" in template:
+            raise _empty_cell(name, row, spec)
+    if text == template.format_map(dict.fromkeys(columns, "")):
+        raise ConfigError("The template has no placeholder: every prompt would be the same.",
+                          where=where, fix="put {prompt} where the prompt goes")
     return text
 
 
-def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
+def _empty_cell(name: str, row: Row, spec: Source) -> InputError:
+    return InputError(f"The template needs column {name!r}, which is empty in {row.place}.",
+                      where=f"{spec.key}.template",
+                      fix=f"fill it in, or leave {{{name}}} out of the template")
+
+
+# Conversations ------------------------------------------------------------------------------------
+
+def rendered_chat(messages: Sequence[Message], place: str, tokenizer: Any, *,
                   tools: list[Any] | None = None, prompt: bool = False,
                   where: str = "model.tokenizer_path") -> str:
     """A conversation rendered by the chat template.
@@ -265,83 +273,69 @@ def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
     Raises:
         InputError: the template refuses the conversation.
     """
-    with template_errors(place, where):
-        return with_arguments(messages, lambda conversation: str(tokenizer.apply_chat_template(
-            conversation, tools=tools, tokenize=False, add_generation_prompt=prompt)), str)
-
-
-def by_template(texts: Sequence[str], tokenizer: Any) -> bool | None:
-    """False for texts that no chat template has rendered; None if all contain what this template
-    writes between a question and its answer, so that it may have rendered them."""
-    if getattr(tokenizer, "chat_template", None):
-        question = "a question"
-        with suppress(InputError):
-            text = rendered_chat([{"role": "user", "content": question}], question, tokenizer,
-                                 prompt=True)
-            between = text.rpartition(question)[2].strip()
-            if between and all(between in text for text in texts if text):
-                return None
-    return False
-
-
-@contextmanager
-def template_errors(place: str, where: str = "model.tokenizer_path") -> Iterator[None]:
-    """Turn errors of the chat template inside the block into one that names the conversation."""
     try:
-        yield
+        return render(messages, lambda conversation: str(tokenizer.apply_chat_template(
+            conversation, tools=tools, tokenize=False, add_generation_prompt=prompt)))
     except Exception as error:  # templates are programs: jinja's errors and any Python error
         raise InputError(f"The chat template refuses {place}: {error}", where=where) from error
 
 
-def parse_template(spec: Source, names: list[str]) -> list[Piece]:
-    """``spec.template`` in pieces.
+def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: int,
+                tools: list[Any] | None = None, others: bool = False) -> list[Piece]:
+    """A conversation as the template renders it, in pieces that are trained on (turns of the
+    assistant, each through the token that ends it) and pieces that aren't.
+
+    A turn is the text that the template adds to the conversation before it and the generation
+    prompt. Turns that the data marks as not trained on (:func:`ppocli.data.shapes.is_masked`)
+    aren't.
 
     Args:
-        names: columns that it may name.
+        messages: with at least one turn of the assistant.
+        place: where they came from, for errors.
+        since: turns before this one aren't trained on.
+        tools: as of :func:`rendered_chat`.
+        others: train on all text but the masked turns.
 
     Raises:
-        ConfigError: it is malformed, names another column, or names none.
+        InputError: the chat template refuses the conversation, or writes earlier turns differently
+            once others follow, so that turns can't be told apart.
     """
-    template = spec.template or ""
-    where = f"{spec.key}.template={template!r}"
-    columns = list(dict.fromkeys(["prompt", *names]))
+    whole = rendered_chat(messages, place, tokenizer, tools=tools)
+    turns = [i for i, message in enumerate(messages) if is_masked(message)] if others else [
+        i for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i >= since and not is_masked(message)]
     pieces: list[Piece] = []
-    try:
-        for literal, name, form, conversion in string.Formatter().parse(template):
-            if name is None:
-                pieces.append((literal, None))
-                continue
-            # a format or a conversion after the name: usually a brace that is meant literally
-            full = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            if full not in columns:
-                near = nearest(full, columns, count=1)
-                raise ConfigError(f"The template's placeholder {{{full}}} is no column; there are "
-                                  f"{', '.join(columns)}."
-                                  + (f" Did you mean {{{near[0]}}}?" if near else ""),
-                                  where=where, fix="write a literal brace twice: {{ or }}")
-            pieces.append((literal, full))
-    except ValueError as error:
-        raise ConfigError(f"The template is malformed: {error}.", where=where,
-                          fix="write a literal brace twice: {{ or }}") from error
-    if all(name is None for _, name in pieces):
-        raise ConfigError("The template has no placeholder: every prompt would be the same.",
-                          where=where, fix="put {prompt} where the prompt goes")
-    return pieces
+    at = 0
+    for turn in turns:
+        start, end = _turn_span(messages, turn, whole, place, tokenizer, tools)
+        pieces += [(whole[at:start], others), (whole[start:end], not others)]
+        at = end
+    return [piece for piece in [*pieces, (whole[at:], others)] if piece[0]]
 
 
-def fill(pieces: list[Piece], prompt: str, row: Row, spec: Source) -> str:
-    """The template filled with one row's cells.
-
-    Raises:
-        InputError: a cell that it needs is empty.
-    """
-    parts = []
-    for literal, name in pieces:
-        value = ("" if name is None else prompt if name in ("prompt", spec.column)
-                 else row.values.get(name))
-        if value is None:
-            raise InputError(f"The template needs column {name!r}, which is empty in {row.place}.",
-                             where=f"{spec.key}.template",
-                             fix=f"fill it in, or leave {{{name}}} out of the template")
-        parts += [literal, str(value)]
-    return "".join(parts)
+def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any,
+               tools: list[Any] | None) -> tuple[int, int]:
+    """The span (start, end) of a turn in the rendered text, without the generation prompt."""
+    is_assistant = messages[turn]["role"] == "assistant"
+    if not turn and is_assistant:
+        raise InputError(f"The conversation in {place} begins with the assistant: the chat "
+                         "template doesn't show where that turn begins.", where=place,
+                         fix="begin it with a turn of the user or the system; or "
+                             "data.train_on=completion trains on the last answer alone")
+    before = "" if not turn else rendered_chat(messages[:turn], place, tokenizer, tools=tools,
+                                               prompt=is_assistant)
+    through = rendered_chat(messages[:turn + 1], place, tokenizer, tools=tools)
+    start = len(before)
+    # the turn ends after its last special token if only white space follows
+    kept = through[start:].rstrip()
+    specials = (*map(str, tokenizer.all_special_tokens), *(
+        str(token) for token in tokenizer.added_tokens_decoder.values() if token.special))
+    end = start + len(kept) if kept.endswith(specials) else len(through)
+    if not through.startswith(before) or not whole.startswith(through[:end]):
+        raise InputError(f"The turns in {place} can't be told apart: the chat template writes turn "
+                         f"{turn + 1} or what is before it differently once the conversation goes "
+                         "on.", where="model.tokenizer_path",
+                         fix="data.train_on=completion trains on the last answer alone; or give a "
+                         "template that leaves earlier turns as they are (model.chat_template=FILE"
+                         "), or split conversations up so that each has one turn of the assistant")
+    return start, end

@@ -66,8 +66,8 @@ class Examples(_Rows):
     prompt_lengths: list[int]
     """n token counts: ``tokens[i][:prompt_lengths[i]]`` is the prompt as PPO would see it; 0
     without a prompt, and for an encoder-decoder"""
-    chat: bool | None = None
-    """whether the chat template rendered them; None: plain texts that look as if it had"""
+    chat: bool = False
+    """whether the chat template rendered them"""
 
     def prompt_tokens(self, place: int) -> list[int]:
         """The ids of a prompt, as PPO would pass them to the model or its encoder; empty where a
@@ -94,7 +94,7 @@ class Pairs(_Rows):
     prompt_lengths: list[int]
     """n token counts of the prompt, with which both texts begin: ``len(chosen[i]) -
     prompt_lengths[i]`` is the length of an answer"""
-    chat: bool | None = None
+    chat: bool = False
     """as of :class:`Examples`"""
 
     def digest(self) -> str:

@@ -11,8 +11,7 @@ import numpy as np
 from ppocli.config import tasks
 from ppocli.config.schema_training import DataConfig
 from ppocli.config.text import counted, printable
-from ppocli.data.chat_text import by_template, note_count, note_tools
-from ppocli.data.conversations import Piece, chat_pieces
+from ppocli.data.chat_text import Piece, chat_pieces, note_count, note_tools
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
 from ppocli.data.tokens import token_ids_of, tokens_around
@@ -110,13 +109,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
                          f"within {longest} tokens.", where="data.max_length",
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
     note_tools(read.notes, read.conversations, tokenizer)
-    return replace(examples, notes=tuple(read.notes), chat=_by_template(
-        [pieces for _, pieces in taught], tokenizer, plain))
-
-
-def _by_template(pieces: list[list[Piece]], tokenizer: Any, plain: bool) -> bool | None:
-    return not plain or by_template(["".join(text for text, _ in parts)
-                                     for parts in pieces[:_CHUNK]], tokenizer)
+    return replace(examples, notes=tuple(read.notes), chat=not plain)
 
 
 def _check_template(read: Read, tokenizer: Any) -> None:
@@ -124,8 +117,8 @@ def _check_template(read: Read, tokenizer: Any) -> None:
     if isinstance(cell, list) and not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template, which conversations need.",
                          where=place, fix="give it one: model.chat_template=FILE, or "
-                         "model.tokenizer_path of a chat model" + (
-                             "; or data.chat=false: texts need none" if read.turned else ""))
+                         "model.tokenizer_path of a chat model; texts with data.chat=false need "
+                         "none")
 
 
 def _longer(cfg: DataConfig, max_tokens: int) -> str:
@@ -291,7 +284,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
                          fix=_longer(cfg, max_tokens) if overlong else
                          "give pairs whose answers differ")
     note_tools(read.notes, read.conversations, tokenizer)
-    return replace(pairs, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
+    return replace(pairs, notes=tuple(read.notes), chat=not plain)
 
 
 def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:

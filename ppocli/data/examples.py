@@ -13,7 +13,7 @@ from ppocli.config.schema_training import DataConfig
 from ppocli.config.text import cut, suggestion
 from ppocli.data import chat_text, shapes
 from ppocli.data.files import Row
-from ppocli.data.shapes import Message, Shapes, is_blank, listed
+from ppocli.data.shapes import Message, Shapes, is_blank, is_masked, listed
 from ppocli.data.sources import Source, as_list, open_rows
 from ppocli.errors import ConfigError, InputError
 
@@ -26,7 +26,6 @@ FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
 """the columns of each format, in order of preference"""
 _COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin", "tools",
             "system")
-_PAIRED = ("prompt", "chosen", "rejected", "margin")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WORDS = {"completions": ("pairs", "examples to learn from",
                           "'text', 'messages', or 'prompt' and 'completion'",
@@ -76,8 +75,6 @@ class Read:
     """rows left out because a text was empty"""
     identical: int = 0
     """pairs left out because both answers are the same"""
-    turned: bool = False
-    """whether ``data.chat`` made turns of texts"""
     untrained: int = 0
     """turns of the assistant that are marked as not trained on"""
     notes: list[str] = field(default_factory=list)
@@ -126,8 +123,7 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
     chat_text.note_count(result.notes, result.empty, "{was} empty: left out", "row")
     if wants == "completions":
         chat_text.note_count(result.notes, result.untrained,
-                             "{was} marked as not trained on: masked",
-                          "turn")
+                             "{was} marked as not trained on: masked", "turn")
     reader.note_unread()
     return result
 
@@ -143,29 +139,15 @@ class _Reader:
                                   where=f"data.columns.{name}", fix="data.columns.STANDARD=YOURS, "
                                   "as in data.columns.completion=summary")
         self.source, self.columns, self.wants, self.read = source, columns, wants, into
+        self.named = {name for name, column in columns.items() if column is not None}
         self.format: tuple[str, ...] = ()
-        self.checked: tuple[str, ...] = ()  # columns that all rows must have, or none
         self.first = Row("", {})
         self.kind = ("", "")  # the kind of all cells, texts or messages, and the first place
-        self.pieces: list[chat_text.Piece] | None = None
         self.shapes = Shapes(source, into.notes)
-        self.shape: dict[str, str] = {}  # standard column -> column of another tool's shape
+        self.conversation: tuple[str, str] | None = None  # standard column, the rows' column
 
     def take(self, row: Row) -> None:
         self.read.rows += 1
-        row = self._renamed(row)
-        if not self.format:
-            self._recognise(row)
-        row = self._in_shape(row)
-        if not self.format:
-            self._settle(row)
-        self._check_columns(row)
-        if self.wants == "pairs":
-            self._take_pair(row)
-        else:
-            self._take_example(row)
-
-    def _renamed(self, row: Row) -> Row:
         values = dict(row.values)
         for name, column in self.columns.items():
             if column is None:
@@ -174,76 +156,68 @@ class _Reader:
                 values[name] = row.values[column]
             else:
                 raise chat_text.no_column(column, row, f"data.columns.{name}={column}")
-        return Row(row.place, values)
-
-    def _recognise(self, row: Row) -> None:
-        """Take the shape of another tool from the first row, for all rows."""
-        columns = self._format(row, self.wants)
-        if columns in ((), ("text",), ("chosen", "rejected")) and not (
-                self._named & {"text", "messages"}):
-            hidden = {name for name, column in self.columns.items() if column is None}
-            self.shape = {name: column for name, column in self.shapes.recognised(
-                row.values, pairs=self.wants == "pairs", alpaca=columns != ("text",)).items()
-                if name not in hidden}
-
-    def _in_shape(self, row: Row) -> Row:
-        values = row.values
-        return Row(row.place, values | {
-            name: shapes.alpaca_prompt(values) if column == "instruction" else values[column]
-            for name, column in self.shape.items() if column in values})
-
-    def _format(self, row: Row, wants: str) -> tuple[str, ...]:
-        """The format of a row; formats with a column in ``data.columns`` come first."""
-        named = self._named
-        return next((names for names in sorted(FORMATS[wants], key=named.isdisjoint)
-                     if all(name in row.values for name in names)), ())
-
-    @property
-    def _named(self) -> set[str]:
-        return {name for name, column in self.columns.items() if column is not None}
+        if not self.format:
+            self._settle(Row(row.place, values))
+        if self.conversation is not None and self.conversation[1] in values:
+            values[self.conversation[0]] = values[self.conversation[1]]
+        row = Row(row.place, values)
+        for name in (*self.format, *(("margin",) if "margin" in self.first.values else ())):
+            if name not in values:
+                self._refuse(f"{row.place} has no column {name!r}, where {self.first.place} has "
+                             "one", "the rows of one source have the same columns")
+        if self.wants == "pairs":
+            self._take_pair(row)
+        else:
+            self._take_example(row)
 
     def _settle(self, row: Row) -> None:
-        """Take format, columns and template from the first row, for all rows."""
-        self.format, self.first = self._format(row, self.wants), row
+        """Take the format from the first row, for all rows."""
+        self.format, self.first = self._format(row.values, self.wants), row
+        if self.format in ((), ("text",), ("chosen", "rejected")) and not (
+                self.named & {"text", "messages"}):
+            self._find_conversation(row)
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
             named = shapes.columns_like(row.values) if self.wants == "completions" else ""
             self._refuse(f"the columns of {row.place} are not those of {content}: "
                          f"{', '.join(map(str, row.values)) or 'none'}",
                          f"{command}; or name columns with data.columns"
-                         if self._format(row, others) else named or
+                         if self._format(row.values, others) else named or
                          f"give {words}; data.columns.STANDARD=YOURS takes another column")
-        self.checked = _PAIRED if self.wants == "pairs" else self.format
-        if unread := sorted(self._named.difference(self.checked, {"tools", "system"})):
-            raise ConfigError(f"The rows are read as {' and '.join(self.format)}, which leaves "
-                              f"out the column for {unread[0]!r}.",
-                              where=f"data.columns.{unread[0]}={self.columns[unread[0]]}",
-                              fix="leave it out, or name the other columns of its format too")
         if "prompt" not in self.format:
             for key, value in (("chat", self.source.chat), ("template", self.source.template)):
                 if value and self.format != ("messages",):
                     raise ConfigError(f"data.{key} works on prompts, but the rows have no column "
                                       "'prompt'.", where=f"data.{key}={value}",
                                       fix="data.columns.prompt=YOURS, or leave it out")
-        if self.source.template is not None:
-            self.pieces = chat_text.parse_template(self.source, list(map(str, row.values)))
+
+    def _format(self, values: Mapping[str, Any], wants: str) -> tuple[str, ...]:
+        """The format of a row; formats with a column in ``data.columns`` come first."""
+        return next((names for names in sorted(FORMATS[wants], key=self.named.isdisjoint)
+                     if all(name in values for name in names)), ())
+
+    def _find_conversation(self, row: Row) -> None:
+        """Look for a conversation under the name that another tool gives it: the messages of an
+        example, or the prompt of a pair whose answers are one message each."""
+        answer = listed(row.values.get("chosen"))
+        pairs = self.wants == "pairs"
+        name = "prompt" if pairs else "messages"
+        if name in self.columns or (pairs and isinstance(answer, list) and len(answer) != 1):
+            return
+        if column := self.shapes.conversation_column(row.values):
+            self.conversation = name, column
+            self.format = self._format(row.values | {name: None}, self.wants)
 
     def note_unread(self) -> None:
         """Note the columns of the first row that aren't read."""
-        read = {*self.checked, *map(str, self.columns.values()), *self.shape.values(),
-                *(name for _, name in self.pieces or ()), *self.columns,
-                "tools", *(("system",) if self.kind[0] == "messages" else ()),
-                *(("input",) if "instruction" in self.shape.values() else ())}
-        if unread := [name for name in map(str, self.first.values) if name not in read]:
+        template = self.source.template or ""
+        read = {*self.format, *map(str, self.columns.values()), *(self.conversation or ()),
+                *self.columns, "margin", "tools",
+                *(("system",) if self.kind[0] == "messages" else ())}
+        if unread := [name for name in map(str, self.first.values)
+                      if name not in read and f"{{{name}}}" not in template]:
             self.shapes.note(f"columns that are not read: {', '.join(unread)}; "
                              "data.columns.STANDARD=NAME reads one")
-
-    def _check_columns(self, row: Row) -> None:
-        for name in self.checked:
-            if (name in row.values) != (name in self.first.values):
-                has, other = (("a", "has none") if name in row.values else ("no", "has one"))
-                self._refuse(f"{row.place} has {has} column {name!r}, where {self.first.place} "
-                             f"{other}", "the rows of one source have the same columns")
 
     def _refuse(self, what: str, fix: str | None = None) -> NoReturn:
         raise InputError(f"{what[0].upper()}{what[1:]}.", where=self.source.where, fix=fix)
@@ -252,26 +226,22 @@ class _Reader:
 
     def _cell(self, row: Row, name: str) -> Cell | None:
         """A text or a conversation, checked; None if it is empty."""
-        cell, here = row.values[name], f"column {name!r} in {row.place}"
-        cell = listed(cell)
+        cell, here = listed(row.values[name]), f"column {name!r} in {row.place}"
         if name in ("chosen", "rejected") and isinstance(cell, Mapping):
             cell = [cell]  # LLaMA-Factory's answers are one message each
         if cell is None or cell == []:
             return None
+        if not isinstance(cell, list) and (name == "messages" or not isinstance(cell, str)):
+            self._refuse(f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a "
+                         + ("list of messages" if name == "messages" else "text"),
+                         "give a list of {role, content} messages, or a text in a column such as "
+                         "'text' or 'completion'")
+        self._check_kind(here, "a text" if isinstance(cell, str) else "messages")
         if isinstance(cell, str):
-            if name == "messages":
-                self._refuse(f"{here} holds a text, not a list of {{role, content}} messages",
-                             "give JSON lines or Parquet, whose cells can be lists; a text to "
-                             "train on unchanged belongs in a column 'text'")
-            self._check_kind(here, "a text")
-            return chat_text.encodable(cell, row, self.source) if cell.strip() else None
-        if not isinstance(cell, list):
-            self._refuse(f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a text",
-                         "give a text, or a list of {role, content} messages")
-        self._check_kind(here, "messages")
+            return cell if cell.strip() else None
         messages = self.shapes.messages(cell, here)
         for number, message in enumerate(messages, start=1):
-            self._check_message(row, f"message {number} of {here}", message)
+            self._check_message(f"message {number} of {here}", message)
         last = messages[-1]
         if name == "prompt":
             if last["role"] == "assistant":
@@ -289,36 +259,22 @@ class _Reader:
         return messages if last["content"].strip() or last.get("tool_calls") else None
 
     def _check_kind(self, here: str, kind: str) -> None:
-        if self.pieces is not None and kind == "messages":
+        if self.source.template is not None and kind == "messages":
             self._refuse(f"{here} holds messages, but data.template works on texts",
                          "data.template=null")
-        seen, place = self.kind
-        if not seen:
-            self.kind = (kind, here)
-        elif seen != kind:
-            self._refuse(f"{here} holds {kind}, where {place} holds {seen}",
+        self.kind = self.kind if self.kind[0] else (kind, here)
+        if self.kind[0] != kind:
+            self._refuse(f"{here} holds {kind}, where {self.kind[1]} holds {self.kind[0]}",
                          "a source has either texts or lists of messages")
 
-    def _check_message(self, row: Row, here: str, message: Message) -> None:
+    def _check_message(self, here: str, message: Message) -> None:
         role, content = message["role"], message["content"]
-        if role not in _ROLES:
-            self._refuse(f"{here} has the role {cut(repr(role), 40)}",
-                         f"roles are {', '.join(_ROLES)}")
-        if not isinstance(content, str):
-            self._refuse(f"{here} has the content {cut(repr(content), 40)} "
-                         f"({type(content).__name__}), not a text", "contents are texts")
-        chat_text.encodable(content, row, self.source)
-        trained = self.shapes.is_trained(message, here)
-        if trained is False and role == "assistant":
+        if role not in _ROLES or not isinstance(content, str):
+            self._refuse(f"{here} has the role {cut(repr(role), 40)} and the content "
+                         f"{cut(repr(content), 40)}", f"roles are {', '.join(_ROLES)}, contents "
+                         "are texts")
+        if role == "assistant" and is_masked(message):
             self.read.untrained += 1
-        elif trained and role != "assistant":
-            self.shapes.note("turns of other roles than the assistant are marked as trained on, "
-                             "but aren't: data.train_on=all trains on every turn")
-
-    def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
-        """The descriptions in the column ``tools``, for a conversation; None for a text."""
-        return None if isinstance(cell, str) else chat_text.described_tools(
-            row, "tools", self.source.where, "data.columns.tools=null")
 
     def _prompt(self, row: Row) -> Cell | None:
         cell = row.values["prompt"]
@@ -326,17 +282,20 @@ class _Reader:
             self._check_kind(f"column 'prompt' in {row.place}", "a text")
         else:
             cell = self._cell(row, "prompt")
-        if self.pieces is not None and cell is not None:
-            cell = chat_text.fill(self.pieces, str(cell), row, self.source)
+        if self.source.template is not None and cell is not None:
+            cell = chat_text.filled(str(cell), row, self.source)
         return None if cell is None else self._turn("user", cell)
 
     def _turn(self, role: str, cell: Cell) -> Cell:
-        if self.source.chat and isinstance(cell, str):
-            self.read.turned = True
-            return [{"role": role, "content": cell}]
-        return cell
+        return [{"role": role, "content": cell}] if (
+            self.source.chat and isinstance(cell, str)) else cell
 
     # Examples and pairs
+
+    def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
+        """The descriptions in the column ``tools``, for a conversation; None for a text."""
+        return None if isinstance(cell, str) else chat_text.described_tools(
+            row, "tools", self.source.where, "data.columns.tools=null")
 
     def _take_example(self, row: Row) -> None:
         asks = "prompt" in self.format
@@ -356,7 +315,8 @@ class _Reader:
     def _take_pair(self, row: Row) -> None:
         chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
         cell = row.values.get("prompt")
-        forms = isinstance(chosen, str) and (self.source.chat or self.pieces is not None)
+        forms = isinstance(chosen, str) and (self.source.chat
+                                             or self.source.template is not None)
         implicit = "prompt" not in self.format or _repeats(cell, chosen) or (
             is_blank(cell) and not forms and (isinstance(chosen, str) or len(chosen or ()) > 1))
         prompt: Cell | None = "" if implicit else self._prompt(row)

@@ -3,10 +3,8 @@ step depend on its position alone, so that a position is all that a resume needs
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date, time
-from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any, Self
 
@@ -81,8 +79,6 @@ class PromptSet:
     unless others are configured; empty if the prompts are the BOS token alone"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
     """n prompts as conversations, if the chat template rendered them; else empty"""
-    warnings: tuple[str, ...] = ()
-    """sentences about likely mistakes in the prompts"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -100,14 +96,14 @@ class PromptSet:
         return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
 
     def rows(self, places: Sequence[int]) -> Self:
-        """The prompts at ``places``, with the notes and warnings of the whole set."""
+        """The prompts at ``places``, with the notes of the whole set."""
         return rows_of(self, list(places))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run has the same.
 
-        Texts are left out, since they follow from the ids. Of metadata that no file format can hold
-        (an object passed from Python) only the type counts.
+        Texts are left out, since they follow from the ids. Of metadata that JSON can't hold, such
+        as an object passed from Python, only the type counts, and of a date also its text.
         """
         sha = hashlib.sha256()
         names = sorted(self.columns)
@@ -234,20 +230,17 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
     same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})
     chat_text.note_count(notes, len(rows) - len(encoded.kept) - drops * encoded.overlong,
-                      "had no token: dropped")
-    chat_text.note_count(notes, encoded.overlong,
-                         f"{{was}} longer than {encoded.longest} tokens: " + (
-        "dropped" if drops else f"cut on the {spec.truncation_side}"))
+                         "had no token: dropped")
+    chat_text.note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: "
+                         + ("dropped" if drops else f"cut on the {spec.truncation_side}"))
     chat_text.note_count(notes, same, "{was} the same as an earlier one: kept")
-    chat_text.note_tools(notes, ((row.place, cell, chat_text.row_tools(row, spec)) for row,
-                                 cell in zip(
-        rows, cells, strict=True)), tokenizer, prompt=True, column=spec.tools or "")
+    chat_text.note_tools(notes, ((row.place, cell, chat_text.row_tools(row, spec))
+                                 for row, cell in zip(rows, cells, strict=True)),
+                         tokenizer, column=spec.tools or "")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},
-        messages=[cells[i] for i in encoded.kept] if spec.chat else [],
-        notes=tuple(notes), warnings=() if not encoded.ended else (chat_text.ends_in_eos(
-            [rows[i] for i in encoded.ended], tokenizer.eos_token),),
+        messages=[cells[i] for i in encoded.kept] if spec.chat else [], notes=tuple(notes),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
 
@@ -276,11 +269,6 @@ def _evenly(count: int, most: int) -> list[int]:
     return [i * count // picked for i in range(picked)]
 
 
-_TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
-    (bytes, bytes.hex), ((date, time), lambda value: value.isoformat()), (Decimal, str))
-"""types of cells that JSON doesn't have, and their conversion to text"""
-
-
 def _canonical_json(value: Any) -> bytes:
     return json.dumps(_canonical(value), separators=(",", ":")).encode() + b"\n"
 
@@ -296,5 +284,4 @@ def _canonical(value: Any) -> Any:
         return ["map", *sorted(pairs, key=lambda pair: pair[0])]
     if hasattr(value, "tolist"):  # numpy and torch
         return _canonical(value.tolist())
-    write = next((write for kinds, write in _TEXTS if isinstance(value, kinds)), lambda value: "")
-    return [type(value).__qualname__, write(value)]
+    return [type(value).__qualname__, value.isoformat() if hasattr(value, "isoformat") else ""]

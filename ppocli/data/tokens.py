@@ -27,8 +27,6 @@ class Encoded:
     """n indices into the input texts: texts without any token were dropped"""
     overlong: int = 0
     """number of texts longer than ``longest``, which were cut or dropped"""
-    ended: list[int] = field(default_factory=list)
-    """indices into the input texts: those that were kept and end in an EOS token themselves"""
 
 
 def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
@@ -73,8 +71,6 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
             # a cut on the left keeps the fixed tokens (BOS)
             head = room if spec.truncation_side == "right" else min(fixed, room)
             ids = ids[:head] + ids[len(ids) - (room - head):]
-        if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
-            encoded.ended.append(i)
         encoded.kept.append(i)
         encoded.token_ids.append(ids + behind)
         encoded.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(

@@ -16,7 +16,6 @@ from ppocli.config.algorithm import (
 )
 from ppocli.config.schema import RewardConfig, TrainConfig, rewards_of
 from ppocli.data import data_set, prompt_set, sources
-from ppocli.data.chat_text import by_template
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.oom_retry import PassRows
 from ppocli.distributed.stop import StopFlag
@@ -271,8 +270,6 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     for name, prompt_data in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
         for note in prompt_data.notes if training or prompt_data is eval_prompts else ():
             log.info("%s: %s", name, note)
-        for warning in prompt_data.warnings:
-            log.warning("%s: %s.", name, warning)
     return prompts, eval_prompts
 
 
@@ -336,8 +333,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     examples = supervised_task.read_mixed_in(cfg, tokenizer, unloaded)
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)
-    build_models.note_wording(tokenizer,
-                          bool(cfg.prompts.chat) or by_template(prompts.texts, tokenizer))
+    build_models.note_wording(tokenizer, bool(cfg.prompts.chat))
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     longest = max(map(len, token_ids))
     build_models.check_memory(cfg, backend, unloaded.config, prompt_tokens=longest)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppocli.config.text import error_line, suggestion
 from ppocli.config.user_code import shorten
-from ppocli.data.tool_calls import with_arguments
+from ppocli.data.shapes import render
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.runs.model_files import WITH_TEMPLATE
@@ -118,8 +118,8 @@ class SampleReader:
 
     def _rendered(self, chat: list[dict[str, Any]]) -> str:
         try:
-            return with_arguments(chat, lambda messages: str(self.tokenizer.apply_chat_template(
-                messages, tokenize=False)), str)
+            return render(chat, lambda messages: str(self.tokenizer.apply_chat_template(
+                messages, tokenize=False)))
         except Exception as error:  # templates are programs: jinja's errors and any Python error
             raise RewardError(
                 f"The chat template of {self.name} refuses a conversation ({error_line(error)}): "

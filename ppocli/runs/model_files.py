@@ -95,15 +95,6 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     return _from_hub(model, revision, key, needs, adapters)
 
 
-def eos_text(model: str, revision: str | None = None) -> str:
-    """The text of EOS in a local tokenizer's files; "" if they don't say."""
-    with suppress(PpocliError, OSError, ValueError, TypeError, KeyError):
-        folder = Path(find_model(model, key="", revision=revision, needs="tokenizer"))
-        eos = size_limited.read_json(folder / TOKENIZER_CONFIG)["eos_token"]
-        return str(eos if isinstance(eos, str) else eos["content"])
-    return ""
-
-
 def trained_with_template(model: str, revision: str | None = None) -> bool | None:
     """Whether ppocli trained ``model`` on what its chat template rendered; None where that isn't
     known, as of models from elsewhere."""

@@ -167,16 +167,10 @@ def test_json_holds_the_same(validate, world):
     assert all(problem["fix"] for problem in bad["problems"])
 
 
-def test_prompts_that_end_in_eos_or_are_dropped(validate, dry_run, world):
-    (world / "ends.txt").write_text("the film<eos>\nit was so good and i was not\ni saw <eos>\n")
-    warned = validate(*words("prompts.path=ends.txt"), code=0)
-    assert warned.err.startswith(
-        "warning: prompts: 2 prompts end in the EOS token <eos> (the first: line 1 of ends.txt): "
-        "to the model the text is over before the response begins. Leave the token out if they "
-        "should be continued\n")
+def test_long_prompts_are_dropped(dry_run, world):
+    (world / "ends.txt").write_text("the film\nit was so good and i was not\ni saw\n")
     tried = dry_run(*words("prompts.path=ends.txt", "prompts.max_length=5", "prompts.overlong=drop",
                            "reward.fn=length", "reward.kwargs.target=3"), code=0)
-    assert "prompts: 2 prompts end in the EOS token <eos>" in tried.err
     assert "prompts: 1 prompt was longer than 5 tokens: dropped" in tried.err
 
 

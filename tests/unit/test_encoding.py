@@ -16,12 +16,6 @@ from ppocli.data.encoding import encode_examples, facts, load_data, rendered
 from ppocli.data.examples import read_examples
 from ppocli.errors import ConfigError, InputError
 
-MARKED = ("{{ bos_token }}{% for m in messages %} {{ m.role }} :{% if m.role == 'assistant' %}"
-          "{% generation %} {{ m.content }}ENDMARK{% else %} {{ m.content }} </s>{% endif %}"
-          "{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}")
-MARKS = MARKED.replace("ENDMARK", " </s>{% endgeneration %}")
-BEFORE_END = MARKED.replace("ENDMARK", "{% endgeneration %} </s>")
-THROUGH_SO = MARKED.replace("ENDMARK", " </s> so{% endgeneration %}")
 FORGETS = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else 'so' }}")
 BARE = ("{% for m in messages %} {{ m.role }} : {{ m.content }} !{% endfor %}"
         "{% if add_generation_prompt %} assistant :{% endif %}")
@@ -60,9 +54,8 @@ TOOL = {"type": "function", "function": {"name": "film", "description": None}}
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), np.array([TOOL])])
-@pytest.mark.parametrize("template", [CHATML, MARKS])
-def test_the_chat_template_is_told_of_tools(template, tools):
-    tokenizer = words(chat=TOLD + template)
+def test_the_chat_template_is_told_of_tools(tools):
+    tokenizer = words(chat=TOLD + CHATML)
     one = {"messages": turns("is it ?", "good"), "tools": tools}
     assert shown(load([one], tokenizer), tokenizer).startswith("film <s> user : is it ?")
     assert "[good </s>]" in shown(load([one], tokenizer), tokenizer)
@@ -107,10 +100,6 @@ SECOND = "user : and you ? </s> assistant :"
     (CHATML, "auto", f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
     (CHATML, "completion", f"{FIRST} good </s> {SECOND}[very bad </s>]"),
     (CHATML, "all", f"<s>[{FIRST[4:]} good </s> {SECOND} very bad </s>]"),
-    (MARKS, "assistant", f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
-    (MARKS, "completion", f"{FIRST} good </s> {SECOND}[very bad </s>]"),
-    (BEFORE_END, "assistant", f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
-    (THROUGH_SO, "assistant", f"{FIRST}[good </s> so]{SECOND}[very bad </s> so]"),
     # what follows the end of a turn is no part of it
     (CHATML.replace("</s>", "</s> \n"), "assistant",
      f"{FIRST}[good </s>]{SECOND}[very bad </s>]"),
@@ -121,46 +110,6 @@ def test_the_turns_of_the_assistant_are_trained_on(template, train_on, says):
     tokenizer = words(chat=template)
     data = load([{"messages": TALK}], tokenizer, train_on=train_on)
     assert shown(data, tokenizer) == says
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_a_chatml_turn_is_trained_on_through_im_end_as_transformers_marks_it(marked):
-    answer = "{{ m.content }}<|im_end|>"
-    marks = "{% generation %}" + answer + "{% endgeneration %}"
-    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-                + (marks if marked else answer) + "{% else %}" + answer
-                + "{% endif %}{{ '\\n' }}{% endfor %}"
-                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    tokenizer = utf8_bytes()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = template
-    if marked:
-        own = tokenizer.apply_chat_template(TALK, return_dict=True,
-                                            return_assistant_tokens_mask=True)
-    data = load([{"messages": TALK}], tokenizer, max_tokens=200)
-    assert shown(data, tokenizer) == (
-        "<|im_start|>user\nthe film ?<|im_end|>\n<|im_start|>assistant\n[good<|im_end|>]\n"
-        "<|im_start|>user\nand you ?<|im_end|>\n<|im_start|>assistant\n[very bad<|im_end|>]")
-    if marked:
-        size = len(data.tokens[0])
-        assert data.tokens[0].tolist() == own["input_ids"][:size]
-        assert data.trained[0].tolist() == [bool(one) for one in own["assistant_masks"][:size]]
-        assert not any(own["assistant_masks"][size:])
-
-
-CALLS = MARKED.replace("ENDMARK", "{% endgeneration %}{% if m.tool_calls %}{% generation %} so ?"
-                       "{% endgeneration %}{% endif %} </s>")
-CALL_TURN = {"role": "assistant", "content": "very bad", "tool_calls": [{"type": "function"}]}
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_no_earlier_turn_stands_in_for_one_without_marks(split):
-    bare = CALLS.replace("{% generation %} so", " so").replace("?{% endgeneration %}", "?")
-    talk = [*TALK[:3], CALL_TURN | {"content": ""}]
-    row = {"prompt": talk[:3], "completion": talk[3:]} if split else {"messages": talk}
-    with pytest.raises(InputError, match="marks nothing as generated in what item 1 of"):
-        load([row], words(chat=bare.replace("%} {{ m.content", "%}{{ m.content")),
-             train_on="completion")
 
 
 def test_a_conversation_after_a_prompt_is_trained_on_and_its_prompt_is_the_one_ppo_sees():
@@ -185,17 +134,14 @@ def test_a_template_that_turns_cannot_be_followed_in(template, says):
     assert "item 1 of data.items" in str(caught.value)
 
 
-def test_a_conversation_that_the_assistant_begins_needs_a_template_with_marks():
+def test_turns_before_the_last_need_one_of_the_user_in_front():
     rows = [{"messages": turns("good", "so ?", "very bad", first="assistant")}]
+    tokenizer = words(chat=CHATML)
     with pytest.raises(InputError, match="begins with the assistant") as caught:
-        load(rows, words(chat=CHATML))
+        load(rows, tokenizer)
     assert caught.value.where == "item 1 of data.items"
-    for template, train_on, says in (
-            (MARKS, "auto", "[good </s>]user : so ? </s> assistant :[very bad </s>]"),
-            (CHATML, "completion", " good </s> user : so ? </s> assistant :[very bad </s>]")):
-        tokenizer = words(chat=template)
-        data = load(rows, tokenizer, train_on=train_on)
-        assert shown(data, tokenizer) == f"<s> assistant :{says}"
+    assert shown(load(rows, tokenizer, train_on="completion"), tokenizer) == (
+        "<s> assistant : good </s> user : so ? </s> assistant :[very bad </s>]")
 
 
 def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_response():

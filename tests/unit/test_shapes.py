@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from data_tokenizers import CHATML, utf8_bytes, words
 from helpers import refused
-from test_encoding import MARKS, TALK, load, shown
+from test_encoding import TALK, load, shown
 from test_examples import read, turns
 
 from ppocli.config.schema import PromptsConfig
@@ -27,15 +27,10 @@ LLAMA = FORM % (
     "{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' }}{{ c.arguments | tojson }}}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endif %}")
 ENCODED = "{{ c.arguments | tojson }}"
-MARKED = QWEN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}"
-                      "{{ m.content }}").replace(END, "{% endfor %}<|im_end|>{% endgeneration %}"
-                      "{{ '\\n' }}{% else %}{{ m.content }}<|im_end|>{{ '\\n' }}{% endif %}")
 EITHER = QWEN.replace(ENCODED, "{% if c.arguments is string %}{{ c.arguments }}{% else %}"
                       + ENCODED + "{% endif %}")
-# what takes texts alone: it fails on a mapping, refuses one, or prints it as Python does
+# what takes texts alone: it fails on a mapping, or prints it as Python does
 JOINS = QWEN.replace(ENCODED, "{{ c.arguments + '' }}")
-REFUSES = QWEN.replace(ENCODED, "{% if c.arguments is not string %}"
-                       "{{ raise_exception('text!') }}{% endif %}{{ c.arguments }}")
 PRINTS = QWEN.replace(ENCODED, "{{ c.arguments }}")
 
 ARGUMENTS = {"place": "Ås", "days": [1, 2.5], "unit": {"of": None, "on": True}}
@@ -79,12 +74,12 @@ CALLS = {
         {"name": "look", "arguments": ARGUMENTS})}}
 
 
-@pytest.mark.parametrize("template", [QWEN, LLAMA, MARKED, EITHER, JOINS, REFUSES, PRINTS],
-                         ids=["qwen", "llama", "marked", "either", "joins", "refuses", "prints"])
+@pytest.mark.parametrize("template", [QWEN, LLAMA, EITHER, JOINS, PRINTS],
+                         ids=["qwen", "llama", "either", "joins", "prints"])
 @pytest.mark.parametrize("form", CALLS)
 def test_calls_of_tools_are_what_transformers_makes_of_mappings(template, form):
     tokenizer = talker(template)
-    if template in (JOINS, REFUSES, PRINTS):
+    if template in (JOINS, PRINTS):
         plain = form in ("a mapping", "LLaMA-Factory")
         taken = calling(json.dumps(ARGUMENTS, ensure_ascii=False) if plain else TEXT)
     else:
@@ -115,30 +110,22 @@ def test_calls_of_tools_are_what_transformers_makes_of_mappings(template, form):
     assert tokenizer.decode(opened) == last
 
 
-def test_calls_without_arguments_and_without_a_template_for_them():
+def test_calls_without_arguments():
     for arguments, written in (("", "{}"), ("{}", "{}"), ({}, "{}")):
         data = load([{"messages": [QUESTION, calling(arguments)]}], talker(QWEN), max_tokens=500)
         assert f'"arguments": {written}}}' in shown(data, talker(QWEN))
     none = [QUESTION, {"role": "assistant", "content": "so", "tool_calls": []}]
     assert "one call" not in shown(load([{"messages": none}], talker(LLAMA), max_tokens=500),
                                    talker(LLAMA))
-    row = {"messages": [QUESTION, calling(TEXT)]}
-    leaves_out = "the chat template leaves out the calls of tools (tool_calls)"
-    assert leaves_out in load([row], words(chat=CHATML)).notes
-    assert leaves_out in loaded_prompts([{"prompt": [*row["messages"], RESULT]}],
-                                        words(chat=CHATML)).notes
-    assert not load([row], talker(QWEN), max_tokens=500).notes
 
 
 @pytest.mark.parametrize(("message", "says"), [
-    (calling('{"place": '), "calls 'look' with arguments that are no JSON object: '{\"place\": '"),
-    (calling("[1]"), "calls 'look' with arguments that are no JSON object"),
-    (calling(3), "calls 'look' with arguments that are no JSON object: 3"),
+    (calling('{"place": '), "has a malformed tool call"), (calling("[1]"), "malformed tool call"),
     (calling({}) | {"tool_calls": ["look"]}, "has a malformed tool call: 'look'"),
     ({"role": "assistant", "function_call": "look"}, "has a malformed tool call"),
     ({"from": "function_call", "value": "look"}, "has a malformed tool call"),
     ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-     "has a part that is no text: 'image_url'"),
+     "has a part that is no text: "),
     ({"role": "assistant", "content": None}, "has no role and content"),
     ({"role": "assistant"}, "has no role and content"), ("so", "has no role and content: 'so'"),
     ({"human": "a", "assistant": "b"}, "has no role and content")])
@@ -161,13 +148,11 @@ SYSTEM = {"role": "system", "content": "be kind"}
     ({"conversations": SHARED}, ASKED, "read as conversations: the column conversations"),
     ({"conversation": ASKED}, ASKED, "read as conversations: the column conversation"),
     ({"messages": SHARED}, ASKED, "read as ShareGPT's turns: from is the role, value the content"),
-    ({"messages": np.array(SHARED)}, ASKED,
-     "roles that are read as others: human as user, gpt as assistant"),
+    ({"messages": np.array(SHARED)}, ASKED, ""),
     ({"conversations": [{"role": one["from"], "value": one["value"]} for one in SHARED]}, ASKED,
      "read as ShareGPT's turns: from is"),
     ({"conversations": [{"from": "system", "value": "be kind"}, *SHARED]}, [SYSTEM, *ASKED], ""),
-    ({"messages": [QUESTION | {"content": PARTS}, ASKED[1]]}, ASKED,
-     "contents that are lists of parts are read as one text"),
+    ({"messages": [QUESTION | {"content": PARTS}, ASKED[1]]}, ASKED, ""),
     ({"messages": [QUESTION | {"content": np.array(PARTS)}, ASKED[1]]}, ASKED, ""),
     ({"messages": [QUESTION, {"role": "ai", "content": [*"warm"]}]}, ASKED, ""),
     ({"conversations": SHARED, "system": "be kind"}, [SYSTEM, *ASKED],
@@ -176,8 +161,7 @@ SYSTEM = {"role": "system", "content": "be kind"}
     ({"messages": ASKED, "system": None}, ASKED, ""),
     ({"messages": ASKED, "system": " "}, ASKED, ""),
     ({"messages": [SYSTEM, *ASKED], "system": "be kind"}, [SYSTEM, *ASKED], ""),
-    ({"messages": [SYSTEM, *ASKED], "system": "be rude"}, [SYSTEM, *ASKED],
-     "conversations that begin with a system turn keep it: the column system is left out there"),
+    ({"messages": [SYSTEM, *ASKED], "system": "be rude"}, [SYSTEM, *ASKED], ""),
     ({"messages": ASKED, "by": "web", "id": 3}, ASKED, "columns that are not read: by, id")])
 def test_conversations_of_other_shapes_are_read_in_data_and_prompts(row, messages, note):
     found = read([row])
@@ -222,28 +206,14 @@ def test_pairs_of_other_shapes(row):
         [SYSTEM, QUESTION], ASKED[1:], turns("no", first="assistant"))
 
 
-def test_alpaca_is_read_in_the_form_that_words_name():
-    rows = [{"instruction": "say", "input": "good", "output": "a film"},
-            {"instruction": "say", "input": "", "output": "so"}]
-    for chat, prompts in ((True, [turns("say\ngood"), turns("say")]),
-                          (False, ["Q: say\ngood\n", "Q: say\n"])):
-        keys = {"chat": chat, "template": None if chat else "Q: {prompt}\n"}
-        found = read(rows, **keys)
-        assert [example.prompt for example in found.examples] == prompts
-        assert [example.completion for example in found.examples] == (
-            [turns(text, first="assistant") for text in ("a film", "so")] if chat else
-            ["a film", "so"])
-        assert found.notes[0].startswith("read as Alpaca's rows: the prompt is instruction and, in")
-        asked = loaded_prompts(rows, talker(QWEN), **keys)
-        assert (asked.messages or asked.texts) == prompts
-        pairs = [row | {"chosen": row["output"], "rejected": "no"} for row in rows]
-        assert [pair.prompt for pair in read(pairs, "pairs", **keys).pairs] == prompts
-    for key, load_rows in (("data", read), ("prompts", lambda rows: loaded_prompts(
-            rows, talker(QWEN), chat=False))):
-        with refused(InputError, "Alpaca's columns", f"{key}.chat=true", f"'{key}.template=\"###"):
-            load_rows(rows)
-    story = read([row | {"text": "a film"} for row in rows])
-    assert [example.completion for example in story.examples] == ["a film", "a film"]
+def test_questions_and_answers_of_other_names_are_named_in_the_fix():
+    alpaca = {"instruction": "say", "input": "good", "output": "a film"}
+    with refused(InputError, "data.columns.prompt=instruction data.columns.completion=output "
+                 "'data.template=\"{prompt}\\n{input}\"'"):
+        read([alpaca])
+    (example,) = read([alpaca], columns={"prompt": "instruction", "completion": "output"},
+                      template="{prompt}\n{input}").examples
+    assert (example.prompt, example.completion) == ("say\ngood", "a film")
     with refused(InputError, "data.columns.prompt=question data.columns.completion=answer"):
         read([{"question": "a", "answer": "b"}])
 
@@ -279,9 +249,8 @@ def test_the_prompt_of_two_texts_ends_at_the_mark_of_who_answers(one, other, pro
         assert loaded_prompts([row | cell], talker(QWEN), chat=False).texts == [prompt]
 
 
-MASK = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
-        {"train_on_turn": False}, {"weight": "0"}, {"train": "false"}, {"loss": False},
-        {"weight": np.float64(0)}, {"weight": 1, "train": False}]
+MASK = [{"weight": 0}, {"weight": 0.0}, {"training": False}, {"train_on_turn": False},
+        {"train": "false"}, {"weight": np.float64(0)}, {"weight": 1, "train": False}]
 FIRST, SECOND = "<s> user : the film ? </s> assistant :", "user : and you ? </s> assistant :"
 GOOD, BAD = "good </s>", "very bad </s>"
 
@@ -290,10 +259,9 @@ def marked(first, last=None):
     return [TALK[0], TALK[1] | first, TALK[2], TALK[3] | (last or {})]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKS])
 @pytest.mark.parametrize("mask", MASK, ids=str)
-def test_turns_that_are_marked_are_not_trained_on(template, mask):
-    tokenizer = words(chat=template)
+def test_turns_that_are_marked_are_not_trained_on(mask):
+    tokenizer = words(chat=CHATML)
     for row in ({"messages": marked(mask)}, {"messages": marked(mask, {"weight": 1})},
                 {"prompt": TALK[:1], "completion": marked(mask)[1:]}):
         data = load([row], tokenizer)
