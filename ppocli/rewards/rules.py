@@ -126,6 +126,11 @@ class StepWordList(WordList):
                 for pieces in steps]
 
 
+def zero(responses: list[str]) -> list[float]:
+    """[N] zeros, where only the KL to the reference teaches: distillation."""
+    return [0.0] * len(responses)
+
+
 def words(responses: list[str]) -> list[list[str]]:
     """Steps of one word each, for ``reward.step_fn``. White space and punctuation belong to the
     word after them, as in the tokens of most vocabularies."""
