@@ -23,8 +23,8 @@ BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, 
     "classifier": "reward_model:TextClassifier", "reward_model": "reward_model:RewardModel",
     "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
     "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
-    "step_word_list": "rules:StepWordList", "answer": "rules:Answer", "zero": "rules:zero", "math": "math_reward:Math",
-    "judge": "judge:Judge",
+    "step_word_list": "rules:StepWordList", "answer": "rules:Answer", "zero": "rules:zero",
+    "math": "math_reward:Math", "judge": "judge:Judge",
     "randomwalks": "randomwalks:optimality"}.items()} | {
         "reasoning_gym": "ppocli.data.gym_tasks:ReasoningGym"}
 """values of ``reward.fn`` and the import paths they stand for"""

@@ -333,7 +333,8 @@ def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: f
         "ratio": abs(row["val/ratio"] - 1.0) > 0.1,
         "critic": row.get("val/var_explained", 0.0) < 0.0,
         "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
-        "no_spread": equal and cfg.reward.fn != "zero", "flat": near and not equal and rollout.extras.dense is None,
+        "no_spread": equal and cfg.reward.fn != "zero",
+        "flat": near and not equal and rollout.extras.dense is None,
         "alike_groups": ESTIMATORS[cfg.ppo.advantage].needs_groups and alike >= ALIKE
         and not rollout.extras.sampled and not equal}
     if (alpha := cfg.ppo.lam_alpha) is not None:
