@@ -127,26 +127,24 @@ class PPOTrainer:
 
         Args:
             prompts: texts, mappings with a ``prompt`` and columns, or lists or tensors of token
-                ids (without padding), which are taken as they are; one tensor [L] or [B, L]; None:
-                the next ``ppo.num_rollouts`` of the prompts that the configuration names, in the
-                order of ``ppocli train``, dealt over the processes.
+                ids without padding; one tensor [L] or [B, L]; None: the next ``ppo.num_rollouts``
+                of the configured prompts, in the order of ``ppocli train``.
             length_sampler: asked once for the ``max_new_tokens`` of this call.
             batch_size: prompts at a time, in place of ``ppo.chunk_size``.
-            return_prompt: return tensors as TRL's ``generate`` did, whether with the prompt in
-                front. Left out, only a tensor as ``prompts`` gives tensors, with the prompt.
+            return_prompt: return tensors, with or without the prompt in front; by default only
+                a tensor as ``prompts`` gives tensors, with it.
             attention_mask: of a [B, L] tensor, 0 where it is padded.
-            **sampling: generation arguments for this call alone: max_new_tokens, min_new_tokens,
-                temperature, top_k, top_p, do_sample, stop_sequences, eos_token_id.
+            **sampling: for this call alone: max_new_tokens, min_new_tokens, temperature, top_k,
+                top_p, do_sample, stop_sequences, eos_token_id.
 
         Returns:
             a :class:`Batch`; or tensors of token ids.
 
         Raises:
             ConfigError: unusable prompts or arguments.
-            DivergedError: the policy's probabilities are no longer finite.
         """
         from ppocli.ppo import caller_samples
-        from ppocli.ppo.rollout import generate_chunks
+        from ppocli.ppo.policy_samples import generate_chunks, share_of_prompts
         from ppocli.sampling.samples import Samples
 
         self._check_open()
@@ -160,7 +158,7 @@ class PPOTrainer:
             session, generation, ends, batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            batch, num_local = session.share_of_prompts(self._num_sampled, count)
+            batch, num_local = share_of_prompts(session, self._num_sampled, count)
         else:
             batch = ranks.all_do(lambda: caller_samples.prompts_of(session, caller_samples.rows_of(
                 session, prompts, attention_mask, where="prompts"), cfg), "generate")
@@ -191,18 +189,17 @@ class PPOTrainer:
         """One PPO step: ``step(batch, scores)`` with what ``generate`` returned, or ``step(queries,
         responses, scores)`` with texts or token ids from anywhere.
 
-        Responses from elsewhere get their logprobs and values by a forward pass of the policy; ids
-        are taken as they are, texts tokenised (and ended by EOS). So do those of a batch that was
-        sampled with another temperature than ``generation.temperature``. Several processes call it
-        together, each with samples of its own: the step is one of them all.
+        Responses from elsewhere, and those sampled with another temperature than
+        ``generation.temperature``, get their logprobs and values by a forward pass of the policy;
+        texts are tokenised and ended by EOS. Several processes call it together, each with samples
+        of its own.
 
         Args:
             queries, responses: lists of texts, or of lists or tensors [L] or [1, L] of token ids;
                 or one tensor [L] or [B, L].
-            scores: one number a sample, or one list of numbers a sample, one for each token of its
-                response.
-            response_masks: one truth value for each token of each response: the others are no
-                actions of the policy and are left out of loss, KL, values and rewards.
+            scores: one number a sample, or a list with one for each token of its response.
+            response_masks: one truth value for each token of each response: the others are left
+                out of loss, KL, values and rewards.
 
         Returns:
             the step's figures by the names of ``metrics.jsonl``, for ``log``.
@@ -210,7 +207,6 @@ class PPOTrainer:
         Raises:
             ConfigError: counts, ids or lengths that don't fit; more samples than are planned.
             RewardError: scores of another number or kind, or not finite.
-            DivergedError: the policy stopped being finite.
         """
         from ppocli.ppo import caller_samples
         from ppocli.training.loop import learn, settle

@@ -17,8 +17,9 @@ from ppocli.distributed.backend import open_ranks
 from ppocli.distributed.stop import StopFlag
 from ppocli.models.layout import Sequences
 from ppocli.models.memory import Estimate, estimate, models_of
+from ppocli.ppo.experience import Experience, PPOState
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import Experience, PPOState, Rollout, RolloutExtras
+from ppocli.ppo.rollout import Rollout, RolloutExtras
 from ppocli.ppo.session import Session, build_session
 from ppocli.ppo.step import collect_rollout, plan_updates, to_experience, update_of
 from ppocli.sampling import token_graph
@@ -37,8 +38,8 @@ from ppocli.training.task import (
     PythonObjects,
     StepContext,
     TaskSetup,
+    build_task,
 )
-from ppocli.training.task_registry import build_task
 
 
 def count_good(outputs, **_: Any) -> list[float]:
@@ -215,7 +216,7 @@ def experience_tensors(experience: Experience) -> dict[str, Any]:
 def gradients(session: Session, experience: Experience) -> tuple[dict[str, Any], dict[str, float]]:
     """The gradients of one update of all samples by name, and its terms."""
     terms = backward(PPOTask(session), plan_updates(session, experience, 0),
-                     update_of(session, experience, torch.arange(len(experience))))
+                     update_of(session, experience, torch.arange(len(experience.sequences))))
     return grads_of(session.policy), terms
 
 

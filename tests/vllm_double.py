@@ -26,6 +26,7 @@ from sessions import session_of, small_config
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.distributed.stop import StopFlag
 from ppocli.models.loading.tokenizer import load_tokenizer
+from ppocli.ppo.policy_samples import share_of_prompts
 from ppocli.ppo.session import Session
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode, load_decodable
@@ -204,7 +205,7 @@ def dying(after: int) -> Spoilt:
 
 
 def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:
-    prompts = session.share_of_prompts(0, count)[0]
+    prompts = share_of_prompts(session, 0, count)[0]
     with session.sampler.acting(session.policy) as policy:
         return Samples.joined(list(session.sampler.sample(
             prompts, replace(session.sampling, **spec), ROLLOUT, GenerationModel(policy.lm),

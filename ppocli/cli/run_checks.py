@@ -225,7 +225,7 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
     if not wrong & {"task.fn", "rollout.engine"} and any(
             code.key in ("task.fn", "rollout.engine") for code in input_checks.named_code(config)):
         with checked.collecting():
-            from ppocli.training.task_registry import check_own_classes
+            from ppocli.training.task import check_own_classes
 
             check_own_classes(config)
     if "tracking.trackers" not in wrong:

@@ -10,8 +10,7 @@ from typing import Any
 from ppocli.config import algorithm, extras, schema, schema_training, secrets, tasks
 from ppocli.config.keys import is_import_path, schema_keys
 from ppocli.config.text import cut, did_you_mean, shown
-from ppocli.ppo.advantages import ESTIMATORS
-from ppocli.ppo.off_policy import CRITERIA, why_no_bound
+from ppocli.ppo.advantages import CRITERIA, ESTIMATORS, why_no_bound
 
 Rules = Iterator[tuple[object, str, str]]
 """whether a rule is broken, its keys (``a, b``), and the message if it is"""

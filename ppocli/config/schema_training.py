@@ -4,8 +4,7 @@ examples, of PPO and of trainings on a data set (``ppocli sft``, ``ppocli reward
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
-from ppocli.ppo.advantages import ESTIMATORS
-from ppocli.ppo.off_policy import LEVELS
+from ppocli.ppo.advantages import ESTIMATORS, LEVELS
 
 LONGEST_WAIT = 1e9
 """seconds of a time limit, some 30 years: clocks of the system's take not many more"""

@@ -20,7 +20,7 @@ from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import LoadedLM, fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import Policy
-from ppocli.ppo.reward_calls import in_steps
+from ppocli.ppo.policy_samples import in_steps
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling import decoding, sampler

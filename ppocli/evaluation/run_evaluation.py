@@ -27,14 +27,13 @@ from ppocli.models.loading import model_config
 from ppocli.models.loading.chat_template import present, tells_date, tokenizers_of
 from ppocli.models.loading.load_adapters import tensors_digest
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.ppo.policy_evaluation import evaluate_chunks, evaluation_size
+from ppocli.ppo.policy_samples import evaluate_chunks, evaluation_size
 from ppocli.ppo.session import EvalSession, build_eval_session
 from ppocli.publish import pictures
 from ppocli.runs import atomic, model_files, run_folder, run_logs
 from ppocli.runs.target import Target
 from ppocli.training.state import PhaseClock, seed_generators
-from ppocli.training.task import Evaluation, PythonObjects, StepContext, TaskSetup
-from ppocli.training.task_registry import build_task
+from ppocli.training.task import Evaluation, PythonObjects, StepContext, TaskSetup, build_task
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]

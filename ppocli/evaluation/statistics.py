@@ -13,7 +13,7 @@ import torch
 
 from ppocli.config.text import share_error
 from ppocli.evaluation.eval_request import Row
-from ppocli.ppo.policy_evaluation import evaluation_figures
+from ppocli.ppo.policy_samples import evaluation_figures
 from ppocli.ppo.session import EvalSession
 from ppocli.ppo.step_metrics import mean
 from ppocli.publish.pictures import Line, Panel, draw

@@ -25,15 +25,15 @@ from ppocli.models.loading.language_model import fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
 from ppocli.models.memory import models_of
 from ppocli.models.trunk import has_encoder
-from ppocli.ppo import records, reward_calls
+from ppocli.ppo import policy_samples
 from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import max_prompt_tokens, refuse_short_reach
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.server_process import check_python
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.state import PhaseClock, seed_generators
-from ppocli.training.task import PythonObjects, StepContext, Task, TaskSetup
-from ppocli.training.task_registry import build_task
+from ppocli.training.task import PythonObjects, StepContext, Task, TaskSetup, build_task
 
 SAMPLES = 2
 """how many of the first step's samples are drawn"""
@@ -142,7 +142,7 @@ def _first_step(setup: TaskSetup, clock: PhaseClock, stop: StopFlag) -> Iterator
     yield from _notes(terms, scores)
 
 
-def _sample_lines(task: PPOTask, rollout: records.Rollout, context: StepContext) -> Iterator[str]:
+def _sample_lines(task: PPOTask, rollout: Rollout, context: StepContext) -> Iterator[str]:
     """The first prompt, samples with their scores, and whether the reference agrees."""
     session = task.session
     ids = rollout.prompts.tokens[0][rollout.prompts.mask[0]].tolist()
@@ -156,8 +156,8 @@ def _sample_lines(task: PPOTask, rollout: records.Rollout, context: StepContext)
                if len(rollout.parts) > 1}
     if session.metric is not None:
         samples = Samples(rollout.sequences, rollout.logprobs, rollout.values, rollout.finished)
-        metrics = session.metric.compute(reward_calls.in_steps(
-            session.reward, reward_calls.request_of(
+        metrics = session.metric.compute(policy_samples.in_steps(
+            session.reward, policy_samples.request_of(
                 session, context, rollout.prompts, samples, rollout.responses)))
         columns |= {f"metric {name}": values for name, values in metrics.items()}
         context.clock.mark("metric")

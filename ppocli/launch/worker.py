@@ -167,7 +167,7 @@ def _load(start: Start, folder: run_folder.RunFolder, objects: PythonObjects | N
           backend: Backend) -> tuple[Task, TrainState, str]:
     """The task, its state at the start or at the newest checkpoint, and the run's identity."""
     from ppocli.training.resume import restore
-    from ppocli.training.task_registry import build_task, check_own_classes
+    from ppocli.training.task import build_task, check_own_classes
 
     cfg, ranks = start.config, backend.ranks
     # rewards use these generators: ranks must not share a seed

@@ -4,6 +4,7 @@ so they are run once for all passes over it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -162,11 +163,13 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[Any], counts: 
     return by_sample
 
 
-def spread(passes: Sequence[RowBatch], figures: list[Any], shape: torch.Size) -> torch.Tensor:
-    """[B, R] on the CPU of [N] for each pass; 0 where there is no token."""
+def spread(passes: Sequence[RowBatch], scores: Sequence[Scored], name: str, shape: torch.Size
+           ) -> torch.Tensor:
+    """A column [N] of each pass as [B, R] on the CPU; 0 where there is no token."""
     full = torch.zeros(shape)
     if passes:  # one copy from the device instead of one a pass
-        full.view(-1)[torch.cat([one.places for one in passes])] = torch.cat(figures).cpu()
+        places = torch.cat(list(map(attrgetter("places"), passes)))
+        full.view(-1)[places] = torch.cat(list(map(attrgetter(name), scores))).cpu()
     return full
 
 

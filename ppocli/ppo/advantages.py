@@ -1,14 +1,16 @@
-"""Per-token rewards, and the advantage estimators made from them.
+"""Per-token rewards, the advantage estimators made from them, and what corrects for samples of
+another policy than the one that is trained: importance weights and rejection.
 
-``ESTIMATORS`` is read while a configuration is checked, before torch is loaded: nothing here
-imports it.
+``ESTIMATORS`` and ``CRITERIA`` are read while a configuration is checked, before torch is loaded:
+nothing here imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +70,8 @@ class AdvantageInputs:
     """
 
 
-def gae(samples: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
@@ -81,6 +84,9 @@ def gae(samples: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     lambda = max(1 - 1 / (alpha l), 0) (VAPO, Yue et al. 2025, arXiv 2504.05118, eq. 7). Both as in
     ``nemo_rl/algorithms/advantage_estimator.py`` of ``NVIDIA-NeMo/RL@00925dd``.
 
+    Args:
+        lam: of the advantages, one or [B], in place of what ``samples`` says.
+
     Returns:
         advantages [B, R] and what the critic learns [B, R], the values plus advantages of its
         lambda; both zero outside the mask.
@@ -88,20 +94,15 @@ def gae(samples: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: there are no values.
     """
-    if samples.values is None:
+    if (values := samples.values) is None:
         raise ValueError("gae needs values")
-    lam: float | torch.Tensor = samples.lam
-    if samples.lam_alpha is not None:
-        lengths = samples.mask.sum(1).clamp(min=1).to(samples.values.dtype)
-        lam = (1.0 - 1.0 / (samples.lam_alpha * lengths)).clamp(min=0.0)
+    if lam is None:
+        lam = samples.lam
+        if samples.lam_alpha is not None:
+            lengths = samples.mask.sum(1).clamp(min=1).to(values.dtype)
+            lam = (1.0 - 1.0 / (samples.lam_alpha * lengths)).clamp(min=0.0)
     if samples.turns is not None:
-        return _over_turns(samples, samples.values, samples.turns, lam)
-    return _with_lambda(samples, samples.values, lam)
-
-
-def _with_lambda(samples: AdvantageInputs, values: torch.Tensor, lam: float | torch.Tensor
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`gae` over the steps that ``samples`` has, with this lambda of the advantages."""
+        return _over_turns(samples, values, samples.turns, lam)
     advantages = targets = _exponential(samples, values, lam)
     if samples.lam_alpha is not None or samples.lam_value is not None:
         targets = _exponential(samples, values, samples.lam if samples.lam_value is None
@@ -122,7 +123,8 @@ def _over_turns(samples: AdvantageInputs, values: torch.Tensor, turns: torch.Ten
     starts[:, 0] = mask[:, 0]
     before = zeros.scatter_add(1, turns, values * starts)
     steps = zeros.scatter_add(1, turns, values.new_ones(values.shape) * mask) > 0
-    advantages, returns = _with_lambda(replace(samples, rewards=rewards, mask=steps), before, lam)
+    advantages, returns = gae(replace(samples, rewards=rewards, mask=steps, values=before,
+                                      turns=None), lam)
     return advantages.gather(1, turns) * mask, returns.gather(1, turns) * mask
 
 
@@ -224,3 +226,103 @@ ESTIMATORS = {
     "reinforce_pp": Estimator(reinforce_pp, needs_critic=False, needs_groups=False, whitened=True,
                               kl_in="reward")}
 """by the name that ``ppo.advantage`` gives them; one more needs a function and a line here"""
+
+
+# Samples of another policy ------------------------------------------------------------------------
+#
+# ``gap`` is ``log(pi_trainer / pi_sampler)`` of each token: the trained policy at the start of a
+# step's updates against the one that sampled, an earlier one or the same in other arithmetic. Their
+# ratio corrects for whose samples they are, and PPO's own ratio, to the policy at the start, bounds
+# the step (the decoupled objective of Hilton et al. 2021, arXiv 2110.00641, with the trained policy
+# at the start of the step as the proximal one). Names of criteria are those of
+# ``verl/trainer/ppo/rollout_corr_helper.py`` of ``verl-project/verl@20c30bf``.
+
+LEVELS = ("token", "sequence")
+CRITERIA = (*(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean")
+              for kind in ("k1", "k2", "k3")), "seq_max_k2", "seq_max_k3")
+"""what a token or a sample can be left out by; those of k1 bound a ratio on both sides"""
+MAX_GAP = 20.0
+"""where a log-ratio is cut on either side before it is exponentiated, as in verl"""
+
+
+def importance_weights(gap: torch.Tensor, mask: torch.Tensor, *, level: str, cap: float
+                       ) -> torch.Tensor:
+    """Truncated importance weights ``min(pi_trainer / pi_sampler, cap)`` (Ionides 2008), which
+    have no gradient.
+
+    Args:
+        gap: [B, R] log-ratios.
+        mask: [B, R] bool.
+        level: ``token``, or ``sequence`` for the product over the response, the same on all of its
+            tokens.
+
+    Returns:
+        [B, R], zero outside the mask.
+
+    Raises:
+        ValueError: for another level.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"{level!r} is not one of {LEVELS}")
+    log_ratio = gap * mask
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    return log_ratio.clamp(-MAX_GAP, MAX_GAP).exp().clamp(max=cap) * mask
+
+
+def accepted_tokens(gap: torch.Tensor, mask: torch.Tensor, reject: Mapping[str, Any]
+                    ) -> torch.Tensor:
+    """The tokens that meet all criteria.
+
+    With the log-ratio l of a token, k1 = l, k2 = l^2 / 2, k3 = exp(l) - 1 - l. ``token_`` looks at
+    each token, ``seq_sum_``, ``seq_mean_`` and ``seq_max_`` at the sum, mean or maximum over a
+    response, all of whose tokens are left out together. Of k2 and k3 the bound is the largest
+    value; of k1 the smallest and largest ratio ``exp(k1)`` (verl bounds its inverse), or the
+    largest alone, whose inverse is the smallest.
+
+    Args:
+        gap: [B, R] log-ratios.
+        mask: [B, R] bool.
+        reject: criterion -> its bound, with which nothing is wrong by :func:`why_no_bound`.
+
+    Returns:
+        [B, R] bool, within the mask.
+    """
+    is_accepted = mask
+    log_ratio = (gap * mask).clamp(-MAX_GAP, MAX_GAP)
+    kinds = {"k1": log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.expm1() - log_ratio}
+    for name, bound in reject.items():
+        level, kind = name.rsplit("_", 1)
+        figure = kinds[kind]
+        if level == "seq_max":
+            figure = figure.amax(1, keepdim=True)  # zero outside the mask, never negative within
+        elif level != "token":
+            figure = figure.sum(1, keepdim=True)
+            if level == "seq_mean":
+                figure = figure / mask.sum(1, keepdim=True).clamp(min=1)
+        low, high = bounds_of(name, bound)
+        is_accepted = is_accepted & (figure >= low) & (figure <= high)
+    return is_accepted
+
+
+def why_no_bound(name: str, bound: Any) -> str:
+    """What is wrong with a criterion or its bound; empty if nothing is."""
+    if name not in CRITERIA:
+        return f"must be one of {', '.join(CRITERIA)}"
+    both = isinstance(bound, list) and len(bound) == 2
+    if not all(type(one) in (int, float) and 0 < one < math.inf
+               for one in (bound if both else [bound])):
+        return f"{bound} must be a number above 0"
+    if not name.endswith("k1"):
+        return f"{bound} must be the largest value alone: there is no smallest" if both else ""
+    if both:
+        return "" if bound[0] < bound[1] else f"{bound} must be the smallest ratio and a larger one"
+    return "" if bound > 1 else f"{bound} must be above 1: its inverse is the smallest ratio"
+
+
+def bounds_of(name: str, bound: Any) -> tuple[float, float]:
+    """The smallest and the largest value of a criterion with a proper bound."""
+    if not name.endswith("k1"):
+        return -math.inf, bound
+    low, high = bound if isinstance(bound, list) else (1.0 / bound, bound)
+    return math.log(low), math.log(high)

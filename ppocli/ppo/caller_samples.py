@@ -18,9 +18,8 @@ from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder, vocabulary_of
-from ppocli.ppo import rollout
-from ppocli.ppo.records import Rollout
-from ppocli.ppo.rollout import Chunk, measure_chunk, rollout_of
+from ppocli.ppo.policy_samples import generate_chunks
+from ppocli.ppo.rollout import Chunk, Rollout, measure_chunk, of_all_ranks, rollout_of
 from ppocli.ppo.session import Session, max_prompt_tokens
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
@@ -180,8 +179,8 @@ def chunks_of(session: Session, context: StepContext, queries: Any, responses: A
     count = len(rows)
     prompts, _ = pad_to_equal_share(session, prompts, first)
     rows += rows[-1:] * (len(prompts) - count)
-    return list(rollout.generate_chunks(session, context, session.policy, session.sampling,
-                                        prompts, count, _samples(session, prompts, rows)))
+    return list(generate_chunks(session, context, session.policy, session.sampling, prompts,
+                                count, _samples(session, prompts, rows)))
 
 
 def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[Any]
@@ -242,7 +241,7 @@ def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], firs
         if chunk.responses:
             parts.append(rollout_of(session, chunk, columns.rows_of(scores, rows), measured))
         start = rows.stop
-    whole = rollout.of_all_ranks(session, parts)
+    whole = of_all_ranks(session, parts)
     if ranks.any(gaps):
         places = whole.sequences.actions
         after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))

@@ -1,24 +1,129 @@
-"""What :mod:`ppocli.ppo.step` calls between the rollout and the loss: scores are scaled, advantages
-estimated and corrected, samples replayed by the policy; and PPO's state after a step."""
+"""What updates learn from, and what :mod:`ppocli.ppo.step` calls to make it: scores are scaled,
+advantages estimated and corrected, samples replayed by the policy. And PPO's own state between
+steps."""
+
+from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ppocli.config import algorithm, schema
+from ppocli.data import data_set
 from ppocli.distributed.backend import to_device
 from ppocli.models import head, layer_stack, layout, passes
-from ppocli.ppo import off_policy, shaping
-from ppocli.ppo.advantages import ESTIMATORS, AdvantageInputs
-from ppocli.ppo.losses import LossOptions
-from ppocli.ppo.records import Experience, ExperienceExtras, PPOState, Rollout
+from ppocli.ppo import losses
+from ppocli.ppo.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    accepted_tokens,
+    importance_weights,
+)
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
 from ppocli.training.task import UpdateGroup
 
 log = logging.getLogger("ppocli")
+
+POLICY, CRITIC = "all", "critic"
+"""parts of an update: policy and value function, and the latter alone"""
+FIRST_RATE = 0.1
+"""share of the learning rate with which a steered run begins: Adam's first steps are as long as its
+rate, whatever the gradient, and a first step that is too long leaves the model's language"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceExtras:
+    """What only some configurations need to learn from B samples."""
+
+    ref_logprobs: torch.Tensor | None = None
+    """[B, R] where the KL is a term of the loss"""
+    counts: torch.Tensor | None = None
+    """[B, R] bool of the actions that are in the loss; None: all are"""
+    importance: torch.Tensor | None = None
+    """[B, R] factors of each token's policy loss; None: there are none"""
+    imitated: torch.Tensor | None = None
+    """[B] bool, whether the likelihood of a sample is a term of the loss; None: of none"""
+    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
+    """as of :class:`~ppocli.ppo.rollout.RolloutExtras`"""
+    ref_states: list[torch.Tensor] = field(default_factory=list)
+    """as of :class:`~ppocli.ppo.rollout.RolloutExtras`"""
+    ref_head: head.HeadWeights | None = None
+    """of the reference, on the device, where there are ``ref_states``"""
+    examples: data_set.Examples | None = None
+    """those of ``ppo.ptx.data`` that the updates mix in; None: none"""
+    pretrains: bool = False
+    """whether the value function alone learns, on returns of lambda 1"""
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What phase 2 needs of B samples and no more. Made by ``to_experience``, read by
+    ``optimize``."""
+
+    sequences: layout.Sequences
+    """tokens and action places"""
+    logprobs: torch.Tensor
+    """[B, R] of the old policy, as all below"""
+    values: torch.Tensor | None
+    """None without a critic, as are ``returns``"""
+    advantages: torch.Tensor
+    returns: torch.Tensor | None
+    options: losses.LossOptions
+    """of the loss, with the coefficients of this step"""
+    extras: ExperienceExtras = field(default_factory=ExperienceExtras)
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[B, R] bool of the actions."""
+        return self.sequences.mask
+
+    @property
+    def mean_loss_tokens(self) -> float:
+        """Tokens of a sample that are in the loss, on average."""
+        counted = self.response_mask if self.extras.counts is None else self.extras.counts
+        return float(counted.sum()) / len(self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class PPOState:
+    """PPO's own numbers between two steps: :attr:`ppocli.training.state.TrainState.task`."""
+
+    kl_coef: float
+    init_kl_coef: float
+    """``ppo.init_kl_coef`` that ``kl_coef`` started from"""
+    moments: losses.RunningMoments = field(default_factory=losses.RunningMoments)
+    """of the raw scores, for ``reward.scale=running``"""
+    ref_std: float | None = None
+    """score deviation of the first rollout, for ``reward.scale=ref``"""
+    health: dict[str, int] = field(default_factory=dict)
+    """consecutive steps of each unhealthy sign"""
+    first_length: float | None = None
+    """mean response tokens of the first rollout"""
+    pretrained_at: int | None = None
+    """steps made when value pretraining ended; None: it hasn't, or there was none"""
+    left_out: int = 0
+    """samples so far that no step has learnt from (``ppo.dynamic_sampling``); the next sample has
+    the number ``TrainState.episodes + left_out``"""
+    mixed_in: int = 0
+    """examples of ``ppo.ptx.data`` that the steps so far have passed"""
+    rate: float = FIRST_RATE
+    """factor on the learning rate where ``ppo.step_kl`` steers it"""
+    decoding_differs: bool = False
+    """a step's first ratios were off 1: old logprobs come from forward passes since"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PPOState:
+        """The state that :meth:`to_json` wrote."""
+        return PPOState(**{**data, "moments": losses.RunningMoments(**data["moments"])})
 
 
 def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> PPOState:
@@ -34,7 +139,7 @@ def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -
         scores = scores.clamp(-reward.clip, reward.clip)
         if rollout.extras.dense is not None:
             scores = rollout.extras.dense.clamp(-reward.clip, reward.clip).double().sum(1)
-    moments = shaping.RunningMoments.of(scores[rollout.valid].tolist())
+    moments = losses.RunningMoments.of(scores[rollout.valid].tolist())
     ref_std = reward.ref_std
     if reward.scale == "ref" and ref_std is None:
         ref_std = moments.std if state.ref_std is None else state.ref_std
@@ -57,7 +162,7 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.T
         # of an episode, all that follows the prompt
         token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
             if rollout.extras.episodes else lengths
-        penalties["overlong"] = shaping.overlong_penalties(
+        penalties["overlong"] = losses.overlong_penalties(
             token_counts, longest=algorithm.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=1.0 if reward.overlong_penalty is None else reward.overlong_penalty)
     return penalties
@@ -135,8 +240,8 @@ def off_policy_correction(gap: torch.Tensor, mask: torch.Tensor, cfg: schema.Tra
         mask: [B, R] bool of the actions.
     """
     importance, level = cfg.ppo.importance, algorithm.importance_level(cfg)
-    return off_policy.accepted(gap, mask, importance.reject), None if level is None else (
-        off_policy.importance_weights(gap, mask, level=level, cap=importance.cap))
+    return accepted_tokens(gap, mask, importance.reject), None if level is None else (
+        importance_weights(gap, mask, level=level, cap=importance.cap))
 
 
 def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, ent_coef: float,
@@ -148,7 +253,7 @@ def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, ent_c
         kl_coef, ent_coef: coefficients of the loss in this step.
         accepted: [B, R] bool of the tokens that are in the loss unless they are truncated.
     """
-    options = LossOptions(
+    options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ent_coef,
         kl_coef=kl_coef, kl_estimator=algorithm.kl_estimator(ppo), policy_loss=ppo.policy_loss,
@@ -201,24 +306,24 @@ def imitation_weights(experience: Experience, imitated: torch.Tensor, rows: torc
 
 def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,
                step: int) -> PPOState:
-    """The state after ``step``, whose rollout was ``rollout``."""
-    after = replace(update_moments(state, rollout, cfg), kl_coef=next_kl_coef(state, rollout, cfg))
-    return after_pretraining(after, learnt, cfg.ppo, step) if learnt.extras.pretrains else after
-
-
-def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> float:
-    """The coefficient for the next rollout."""
-    if cfg.ppo.kl_controller == "fixed":
-        return state.kl_coef
-    tokens = float(rollout.sequences.mask.sum()) / len(rollout)
-    return shaping.adapt_kl_coef(
-        state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target, horizon=cfg.ppo.horizon,
-        num_samples=len(rollout), rounding=shaping.ROUNDING * tokens)
-
-
-def sequence_kl(rollout: Rollout) -> float:
-    """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
-    return float(rollout.k1.double().sum(1).mean()) if rollout.has_reference else math.nan
+    """The state after ``step``, whose rollout was ``rollout``: with its scores in the moments, the
+    next KL coefficient, and the end of value pretraining where ``ppo.value_pretrain_until`` is
+    reached or the steps are made."""
+    ppo = cfg.ppo
+    after = state if cfg.reward.scale == "none" else update_moments(state, rollout, cfg)
+    if ppo.kl_controller == "adaptive":
+        tokens = float(rollout.sequences.mask.sum()) / len(rollout)
+        after = replace(after, kl_coef=losses.adapt_kl_coef(
+            state.kl_coef, rollout.sequence_kl, target=ppo.target, horizon=ppo.horizon,
+            num_samples=len(rollout), rounding=losses.ROUNDING * tokens))
+    if not learnt.extras.pretrains:
+        return after
+    explained, until = explained_variance(learnt), ppo.value_pretrain_until
+    if (until is None or not explained >= until) and step < ppo.value_pretrain_steps:
+        return after
+    log.info("value pretraining ends with step %d: the value function explains %.3f of the "
+             "variance of the returns; the policy trains from the next step on", step, explained)
+    return replace(after, pretrained_at=step)
 
 
 def explained_variance(experience: Experience) -> float:
@@ -230,18 +335,6 @@ def explained_variance(experience: Experience) -> float:
     returns, values = (x.cpu()[mask].double() for x in (experience.returns, experience.values))
     variance = float(returns.var(correction=0)) if returns.numel() else 0.0
     return 1.0 - float((returns - values).square().mean()) / variance if variance else math.nan
-
-
-def after_pretraining(state: PPOState, experience: Experience, ppo: schema.PPOConfig, step: int
-                      ) -> PPOState:
-    """The state after a step of value pretraining, ``step`` with it; logs when it was the last:
-    ``ppo.value_pretrain_until`` is reached, or the steps are made."""
-    explained, until = explained_variance(experience), ppo.value_pretrain_until
-    if (until is None or not explained >= until) and step < ppo.value_pretrain_steps:
-        return state
-    log.info("value pretraining ends with step %d: the value function explains %.3f of the "
-             "variance of the returns; the policy trains from the next step on", step, explained)
-    return replace(state, pretrained_at=step)
 
 
 def on_device(session: Session, experience: Experience) -> Experience:
@@ -258,7 +351,7 @@ def on_device(session: Session, experience: Experience) -> Experience:
             if (tensor := getattr(record, name)) is not None:
                 moved[name] = to_device(tensor, device)
     if session.frozen_states_bytes and not extras.frozen_states:
-        further["frozen_states"] = [None] * len(experience)
+        further["frozen_states"] = [None] * len(experience.sequences)
     if extras.ref_states and session.reference is not None:
         with session.reference.view(session.policy.lm) as view:
             further["ref_head"] = head.HeadWeights.of(view).as_now()

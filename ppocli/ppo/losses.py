@@ -1,12 +1,19 @@
-"""The clipped PPO objective over response tokens laid flat."""
+"""The formulas of the loss, and of scores and KL before they become rewards of tokens (running
+moments, penalties, whitening, KL estimators and the controller of their coefficient); the clipped
+PPO objective over response tokens laid flat."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ppocli.ppo.shaping import ROUNDING, kl_per_token
-
+SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3+")
+ROUNDING = 1e-5
+"""nats by which a token's logprob may differ in fp32 between passes of other shapes"""
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
                 "seq-mean-token-sum-norm")
 POLICY_LOSSES = ("clip", "gspo", "cispo", "dis")
@@ -16,6 +23,153 @@ MAX_LOG_RATIO = 20.0
 ``OpenRLHF/openrlhf/models/loss.py@3c3be62::PolicyLoss``. From 89 on the ratio is infinite in fp32,
 and its gradient NaN even where the clip leaves it out. They cut at -20 too, where nothing overflows
 and a gradient is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Count, mean and sum of squared deviations of scores (Chan et al. 1979, parallel updating);
+    exact to resume."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Standard deviation with Bessel's correction; 1 below two samples or without spread.
+
+        Equal samples leave a spread of rounding errors; dividing by it would blow scores up.
+        """
+        if self.count < 2:
+            return 1.0
+        std = math.sqrt(max(self.m2, 0.0) / (self.count - 1))
+        return std if std > 1e-6 * max(1.0, abs(self.mean)) else 1.0
+
+    def merge(self, other: RunningMoments) -> RunningMoments:
+        """The moments of both sets of samples together."""
+        if (count := self.count + other.count) == 0:
+            return self
+        delta = other.mean - self.mean
+        mean = self.mean + delta * other.count / count
+        m2 = self.m2 + other.m2 + delta * delta * self.count * other.count / count
+        return RunningMoments(count, mean, m2)
+
+    @staticmethod
+    def of(xs: Sequence[float]) -> RunningMoments:
+        """The moments of one set of samples."""
+        if not xs:
+            return RunningMoments()
+        mean = math.fsum(xs) / len(xs)
+        return RunningMoments(len(xs), mean, math.fsum((x - mean) ** 2 for x in xs))
+
+
+def overlong_penalties(lengths: torch.Tensor, *, longest: int, buffer: int, factor: float = 1.0
+                       ) -> torch.Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), as amounts to be
+    subtracted: 0 up to ``longest - buffer`` tokens, then rising by a straight line to ``factor`` at
+    ``longest`` tokens and beyond.
+
+    Args:
+        lengths: [B] int64 response tokens of each sample.
+        longest: the paper's L_max.
+        buffer: the paper's L_cache, above 0.
+        factor: largest penalty (verl's ``overlong_buffer.penalty_factor``).
+
+    Returns:
+        [B] float64.
+    """
+    excess = (lengths - (longest - buffer)).clamp(min=0).double()
+    return factor * (excess / buffer).clamp(max=1.0)
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` where ``mask`` is true, a scalar; 0 if nothing is."""
+    count = mask.sum(dtype=torch.float64)
+    return ((x * mask).sum(dtype=torch.float64) / count.clamp(min=1)).to(x.dtype)
+
+
+def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor:
+    """Scale to unit variance over the true entries of ``mask``, and to zero mean if ``center``.
+
+    ``(x - mean) / sqrt(var + 1e-8)``, plus the mean again without ``center``; biased variance, as
+    openai/lm-human-preferences (``lm_human_preferences/utils/core.py::whiten``) has it.
+
+    Args:
+        x: [B, R] values of a whole rollout, those of all ranks.
+        mask: [B, R] bool.
+        center: true leaves mean 0 (advantages), false keeps the mean (rewards).
+
+    Returns:
+        [B, R], zero where ``mask`` is false.
+    """
+    mean = masked_mean(x, mask)
+    var = masked_mean((x - mean).square(), mask)
+    if x.dtype != torch.float64 and not bool(torch.isfinite(var)):
+        # squares beyond fp32 would whiten to 0: scores from 1e19 on
+        return whiten(x.double(), mask, center=center).to(x.dtype)
+    scaled = (x - mean) * torch.rsqrt(var + 1e-8)
+    return (scaled if center else scaled + mean) * mask
+
+
+def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str
+                 ) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats.
+
+    With ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating KL Divergence"):
+    k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l, for which l is cut at
+    -20 (``verl/trainer/ppo/core_algos.py@b178a3c``): exp(89) is infinite in fp32. k3+ is k3 with
+    the gradient of k2 (there, ``kl_penalty``).
+
+    As a loss on the policy's own samples, k1 has gradient 0 on average, k2 that of
+    KL(policy || reference), and k3 that of KL(reference || policy), to first order the same (arXiv
+    2510.01555, 2512.21852).
+
+    Args:
+        logprobs, ref_logprobs: equal shapes, of the sampled tokens.
+        estimator: one of :data:`SAMPLED_ESTIMATORS`. (``full`` needs the whole vocabulary and is
+            computed by the model.)
+
+    Raises:
+        ValueError: for another name.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "abs":
+        return log_ratio.abs()
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator in ("k3", "k3+"):
+        cut = log_ratio.clamp(min=-20.0)
+        k3 = torch.expm1(-cut) + cut
+        if estimator == "k3":
+            return k3
+        k2 = 0.5 * log_ratio.square()
+        return k2 - k2.detach() + k3.detach()
+    raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
+
+
+def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: int,
+                  num_samples: int, rounding: float = 0.0) -> float:
+    """One step of the adaptive controller (Ziegler et al. 2019, section 2.2).
+
+    ``coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1))``, once per
+    rollout.
+
+    Args:
+        sequence_kl: KL summed over the tokens of a response, mean over samples (nats).
+        num_samples: samples of the rollout, over all ranks.
+        rounding: what a KL of 0 may be off by; so little below zero counts as 0.
+
+    Returns:
+        The new coefficient. A KL below zero is an artefact of how tokens were sampled, not a
+        distance, and leaves the coefficient as it is.
+    """
+    if sequence_kl < -rounding:
+        return coef
+    error = min(max(sequence_kl / target - 1.0, -0.2), 0.2)
+    # a rollout larger than the horizon must not turn the penalty into a reward
+    return coef * (1.0 + error * min(num_samples / horizon, 1.0))
 
 
 def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
@@ -67,8 +221,7 @@ class LossOptions:
     kl_coef: float = 0.0
     """of the KL term; 0 where the reward is charged instead"""
     kl_estimator: str = "k3"
-    """of the KL term, one of ``ppocli.ppo.shaping.SAMPLED_ESTIMATORS``, unless the full KL is an
-    argument"""
+    """of the KL term, one of :data:`SAMPLED_ESTIMATORS`, unless the full KL is an argument"""
 
 
 class PPOLoss(NamedTuple):
@@ -112,7 +265,15 @@ def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Ten
 def _policy_terms(logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor,
                   lengths: torch.Tensor | None, options: LossOptions
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each token's policy loss [N], and where the clip and the dual clip were what counted."""
+    """Each token's policy loss [N], and where the clip and the dual clip were what counted.
+
+    ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most ``-d A`` where
+    A < 0. ``options.policy_loss`` has others, w being the ratio without a gradient: ``gspo`` is the
+    same with the response's mean log-ratio (GSPO-token, Zheng et al. 2025, arXiv 2507.18071, eq.
+    13); ``cispo`` is ``-min(w, 1+c_high) A logprob`` (MiniMax 2025, arXiv 2506.13585, eq. 4,
+    without a lower bound as there); ``dis`` is ``-w A logprob``, and 0 outside the clip range on
+    either side (SAO, arXiv 2607.07508).
+    """
     if options.policy_loss == "gspo":
         if lengths is None:
             raise ValueError("gspo needs the lengths of the responses")
@@ -137,59 +298,54 @@ def _policy_terms(logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: t
     return torch.where(is_bounded, bound, loss), is_clipped, is_bounded
 
 
+def _value_terms(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor,
+                 cliprange: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)`` of each token [N], or ``(V-R)^2``
+    without a clip range; where the clip was what counted; and ``(V-R)^2``."""
+    square = (values - returns).square()
+    if cliprange is None:
+        return square, torch.zeros_like(square, dtype=torch.bool), square
+    moved = values - old_values
+    change = moved.clamp(-cliprange, cliprange)
+    clipped = (old_values + change - returns).square()
+    # old + (V - old) may be rounded away from V, which is no clipping
+    return torch.maximum(square, clipped), (clipped > square) & (change != moved), square
+
+
 def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torch.Tensor,
              advantages: torch.Tensor, weights: torch.Tensor, total_tokens: int,
              values: torch.Tensor | None = None, old_values: torch.Tensor | None = None,
              returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
-             ref_logprobs: torch.Tensor | None = None,
-             lengths: torch.Tensor | None = None, imitated: torch.Tensor | None = None,
-             full_kl: torch.Tensor | None = None,
+             ref_logprobs: torch.Tensor | None = None, lengths: torch.Tensor | None = None,
+             imitated: torch.Tensor | None = None, full_kl: torch.Tensor | None = None,
              importance: torch.Tensor | None = None) -> PPOLoss:
-    """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
-
-    Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
-    ``-d A`` where A < 0. ``options.policy_loss`` has others, w being the ratio without a gradient:
-    ``gspo`` is the same with the response's mean log-ratio (GSPO-token, Zheng et al. 2025, arXiv
-    2507.18071, eq. 13); ``cispo`` is ``-min(w, 1+c_high) A logprob`` (MiniMax 2025, arXiv
-    2506.13585, eq. 4, without a lower bound as there); ``dis`` is ``-w A logprob``, and 0 outside
-    the clip range on either side (SAO, arXiv 2607.07508).
-
-    Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or ``0.5 (V-R)^2`` without a
-    clip range. KL: the estimate between policy and reference, differentiated as it stands (Shao et
-    al. 2024, eq. 4, for k3); 0 for a token on which both agree but for fp32's rounding.
-    Likelihood of good responses: ``-sum imitated logprob`` (VAPO, Yue et al. 2025, arXiv
-    2504.05118: a mean over the tokens of all correct ones).
-    total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl + nll_coef * nll, each but
-    the last a sum of ``weights`` times the term.
+    """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N]:
+    policy + vf_coef * value / 2 - ent_coef * entropy + kl_coef * kl + nll_coef * nll, each but the
+    last a sum of ``weights`` times the term. The KL is differentiated as it stands (Shao et al.
+    2024, eq. 4, for k3), nll is ``-sum imitated logprob`` (VAPO, Yue et al. 2025, arXiv
+    2504.05118).
 
     Args:
         weights: each token's weight in the loss, from :func:`token_weights`.
-        total_tokens: response tokens of the whole update; the diagnostics are means over them,
-            whatever the aggregation of the loss.
+        total_tokens: of the whole update; the diagnostics are means over them.
         values, old_values, returns: all None without a critic.
-        entropy: of the policy at each token, or None when it is not computed.
-        ref_logprobs: of the reference, or None when the KL is not part of the loss.
+        entropy, ref_logprobs: None where they are not part of the loss.
         lengths: [b] tokens of each response, whose sum is N; gspo alone needs them.
         imitated: each token's weight in the likelihood of good responses, which over the whole
             update sum to 1; or None.
         full_kl: the KL over the whole vocabulary, in place of an estimate; or None.
-        importance: a factor of each token's policy loss, of
-            :func:`ppocli.ppo.off_policy.importance_weights`; or None.
+        importance: a factor of each token's policy loss; or None.
     """
     log_ratio, share = logprobs - old_logprobs, 1.0 / max(total_tokens, 1)
-    losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages,
-                                                   lengths, options)
+    losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages, lengths,
+                                                   options)
     policy = (weights * (losses if importance is None else importance * losses)).sum()
     total, zero = policy, policy.new_zeros(())
-    square = square_clipped = moved = change = policy.new_zeros(1)
-    value = mean_entropy = kl = nll = zero
+    value = mean_entropy = kl = nll = value_clipfrac = value_error = zero
     if values is not None and old_values is not None and returns is not None:
-        square = square_clipped = (values - returns).square()
-        if options.cliprange_value is not None:
-            moved = values - old_values
-            change = moved.clamp(-options.cliprange_value, options.cliprange_value)
-            square_clipped = (old_values + change - returns).square()
-        value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
+        squares, is_cut, errors = _value_terms(values, old_values, returns, options.cliprange_value)
+        value = 0.5 * (weights * squares).sum()
+        value_clipfrac, value_error = is_cut.sum() * share, errors.detach().sum() * share
         total = total + options.vf_coef * value
     if entropy is not None:
         mean_entropy = entropy.detach().sum() * share
@@ -204,15 +360,11 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     if imitated is not None:
         nll = -(imitated * logprobs).sum()
         total = total + options.nll_coef * nll
-    with torch.no_grad():
-        return PPOLoss(
-            total=total, policy=policy.detach(), value=value.detach(),
-            entropy=mean_entropy, kl=kl.detach(), nll=nll.detach(),
-            approx_kl=-log_ratio.sum() * share,
-            approx_kl_squared=0.5 * log_ratio.square().sum() * share,
-            policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,
-            # old + (V - old) may be rounded away from V, which is no clipping
-            value_clipfrac=((square_clipped > square) & (change != moved)).sum() * share,
-            value_error=square.sum() * share,
-            ratio=torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)).sum() * share,
-            max_log_ratio=log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()))
+    moved = log_ratio.detach()
+    return PPOLoss(
+        total, policy.detach(), value.detach(), mean_entropy, kl.detach(), nll.detach(),
+        approx_kl=-moved.sum() * share, approx_kl_squared=0.5 * moved.square().sum() * share,
+        policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,
+        value_clipfrac=value_clipfrac, value_error=value_error,
+        ratio=torch.exp(moved.clamp(max=MAX_LOG_RATIO)).sum() * share,
+        max_log_ratio=moved.abs().max() if moved.numel() else zero)

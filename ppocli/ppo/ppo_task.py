@@ -4,31 +4,41 @@ import hashlib
 import json
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from ppocli.config import algorithm, schema, schema_training
+from ppocli.data.data_set import Examples
+from ppocli.data.prompt_set import prompt_indices
 from ppocli.models.loading import chat_template
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
-from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics, step_size
-from ppocli.ppo.experience import after_step
+from ppocli.ppo import rollout_sources, step, step_metrics
+from ppocli.ppo.experience import POLICY, Experience, PPOState, after_step
 from ppocli.ppo.losses import PPOLoss
-from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.policy_samples import evaluate
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session, build_session
 from ppocli.rewards.scoring import check_invalid_share
 from ppocli.runs.episode import Sample, transcript_turns
+from ppocli.supervised import supervised_task
 from ppocli.training import task
 from ppocli.training.build_models import saved_policy
+from ppocli.training.optimize import lr_factor
 from ppocli.training.state import TrainState
-from ppocli.training.updates import lr_factor
 
 log = logging.getLogger("ppocli")
 
 EARLY_STOP = 1.5
 """times ``ppo.target_kl``: from there on the rest of a phase is left out"""
+GROWTH = 1.5
+"""power of the number of updates with which their KL grows: 1 if updates are noise, 2 if all go the
+same way"""
+LARGEST_CHANGE = 8.0
+"""factor by which a steered learning rate changes after one step at most"""
 
 
 class PPOTask(task.Task):
@@ -52,17 +62,18 @@ class PPOTask(task.Task):
         self.resume = PPOResume(self)
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
+        self._value_schedule = algorithm.value_scheduler(self.cfg.ppo)
         self._ahead: rollout_sources.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """As :class:`Task`."""
         coef = self.cfg.ppo.init_kl_coef
-        return records.PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
+        return PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
 
-    def collect(self, state: TrainState, context: task.StepContext) -> records.Rollout:
+    def collect(self, state: TrainState, context: task.StepContext) -> Rollout:
         """As :class:`Task`: sample, score, measure."""
         cfg, session, size = self.cfg, self.session, self.length.samples_per_step
-        start = state.episodes + records.PPOState.from_json(state.task).left_out
+        start = state.episodes + PPOState.from_json(state.task).left_out
         left = self.length.total_samples - state.episodes
         count = min(size, left)
         episodes = range(start, start + count)
@@ -79,13 +90,7 @@ class PPOTask(task.Task):
         context.clock.mark("other")
         return step.collect_rollout(session, context, start, count)
 
-    def share_done(self, state: TrainState) -> float:
-        """0 in the first step of the run, 1 in the last."""
-        size = self.length.samples_per_step
-        left = max(self.length.total_samples - state.episodes - size, 0)
-        return state.step / max(state.step + -(-left // size), 1)
-
-    def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
+    def plan(self, state: TrainState, batch: Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
 
         Updates made = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped
@@ -97,34 +102,37 @@ class PPOTask(task.Task):
         if invalid := int((~batch.valid).sum()):
             check_invalid_share(invalid, len(batch),
                                 [one.error for one in batch.extras.episodes if one.error])
-        ppo_state = records.PPOState.from_json(state.task)
+        ppo_state = PPOState.from_json(state.task)
         pretrains = (ppo_state.pretrained_at is None
                      and state.step < self.cfg.ppo.value_pretrain_steps)
+        size = self.length.samples_per_step
+        left = max(self.length.total_samples - state.episodes - size, 0)
         experience = step.to_experience(
-            batch, ppo_state, self.cfg, progress=self.share_done(state), pretrains=pretrains)
-        plan = step.plan_updates(self.session, experience, state.step, ppo_state.mixed_in)
+            batch, ppo_state, self.cfg, pretrains=pretrains,
+            progress=state.step / max(state.step + -(-left // size), 1))
+        plan = step.plan_updates(self.session, experience, state.step)
+        if self.session.examples is not None:
+            plan = with_examples(self.session, plan, ppo_state.mixed_in)
         if not algorithm.steers_rate(self.cfg.ppo):
             return plan
         # a value function with a rate of its own keeps it
         roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
         return replace(plan, rate_factors=dict.fromkeys(roles, ppo_state.rate))
 
-    def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
+    def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment, or
         ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
-        examples, count = atoms.extras.examples, len(atoms)
+        examples, count = atoms.extras.examples, len(atoms.sequences)
         if examples is not None and int(rows[0]) >= count:
-            nll, tokens = ptx.examples_loss(self.session, examples, rows - count, weights)
-            total = self.cfg.ppo.ptx.coef * nll
-            terms = {"total": total, "ptx": nll}
+            nll, tokens = examples_loss(self.session, examples, rows - count, weights)
+            total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
+            values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
         else:
             of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
             total = of_policy.total
-            terms = of_policy._asdict()
-        zero = total.new_zeros(())
-        return task.LossTerms(
-            total, torch.stack([terms.get(name, zero).detach() for name in self.terms]), tokens)
+            values = [*of_policy, *[total.new_zeros(())] * (len(self.terms) - len(of_policy))]
+        return task.LossTerms(total, torch.stack(values).detach(), tokens)
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
@@ -142,21 +150,23 @@ class PPOTask(task.Task):
                     ratio, ppo.ratio_threshold, terms["max_log_ratio"])
         return task.Verdict.SKIP
 
-    def finish(self, state: TrainState, batch: records.Rollout, plan: task.Plan,
+    def finish(self, state: TrainState, batch: Rollout, plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
-        cfg, before = self.cfg, records.PPOState.from_json(state.task)
+        cfg, before = self.cfg, PPOState.from_json(state.task)
         after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
-        if cfg.ppo.step_kl is not None and algorithm.steers_rate(cfg.ppo):
-            shape = lr_factor(cfg.ppo.scheduler, state.updates,
-                              self.length.total_updates(cfg, state))
-            moved = step_size.kl_of_updates(result.made.get(records.POLICY, ()),
-                                            plan.atoms.mean_loss_tokens)
-            after = replace(after, rate=step_size.next_rate(
-                before.rate, moved, cfg.ppo.step_kl * shape**2))
+        row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
+        if cfg.ppo.step_kl is not None:
+            row["policy/step_kl"] = moved = kl_of_updates(result.made.get(POLICY, ()),
+                                                          plan.atoms.mean_loss_tokens)
+            if algorithm.steers_rate(cfg.ppo):
+                shape = lr_factor(cfg.ppo.scheduler, state.updates,
+                                  self.length.total_updates(cfg, state))
+                after = replace(after, rate=next_rate(before.rate, moved,
+                                                      cfg.ppo.step_kl * shape**2))
         if self.session.examples is not None:
-            after = replace(after, mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
+            after = replace(after, mixed_in=before.mixed_in + examples_of(cfg.ppo, len(batch)))
         extras, tokens = batch.extras, int(batch.sequences.mask.sum())
         if extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
             tokens += (rollout_sources.response_tokens(extras.waiting)
@@ -164,11 +174,10 @@ class PPOTask(task.Task):
         if extras.sampled:
             tokens = extras.sampled_tokens
             after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
-        row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = step_metrics.watch(self.session, batch, after, row, state)
         if gap := step_metrics.decoding_gap(self.session, result):
             after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
-            self.session.decoding_differs = True
+            self.session.from_decode = False
         return task.Finished(row, after.to_json(), tensors=extras.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
 
@@ -194,10 +203,9 @@ class PPOTask(task.Task):
 
     def schedule(self, role: str) -> schema_training.SchedulerConfig:
         """As :class:`Task`: ``ppo.value_scheduler`` for the critic."""
-        return (algorithm.value_scheduler(self.cfg.ppo) if role == "value"
-                else self.cfg.ppo.scheduler)
+        return self._value_schedule if role == "value" else self.cfg.ppo.scheduler
 
-    def preview(self, batch: records.Rollout) -> list[Sample]:
+    def preview(self, batch: Rollout) -> list[Sample]:
         """As :class:`Task`."""
         texts: list[Any] = batch.responses
         if batch.extras.episodes:
@@ -205,18 +213,122 @@ class PPOTask(task.Task):
                      for one in batch.extras.episodes]
         return list(zip(batch.prompts.texts, texts, batch.shown_scores, strict=True))[:4]
 
-    def sample_rows(self, batch: records.Rollout, step: int) -> list[dict[str, Any]]:
+    def sample_rows(self, batch: Rollout, step: int) -> list[dict[str, Any]]:
         """As :class:`Task`."""
         return step_metrics.rollout_samples(batch, step, self.cfg)
 
     def summary(self, state: TrainState) -> dict[str, Any]:
         """As :class:`Task`."""
-        return {"kl_coef": records.PPOState.from_json(state.task).kl_coef}
+        return {"kl_coef": PPOState.from_json(state.task).kl_coef}
 
     def close(self) -> None:
         """As :class:`Task`: what DeepSpeed has built around the reference is torn down."""
         if isinstance(reference := self.session.reference, ShardedCopy):
             reference.engine.destroy()
+
+
+# Supervised examples beside the samples (``ppo.ptx``): texts whose likelihood is a term of the
+# policy's loss, so that it doesn't forget them ("PPO-ptx" of InstructGPT, Ouyang et al. 2022, arXiv
+# 2203.02155, eq. 2)
+
+def with_examples(session: Session, plan: task.Plan, first: int) -> task.Plan:
+    """The same updates, each that trains the policy with the next examples of the stream.
+
+    Which those are is a function of the seed and of the updates that were planned before: a resumed
+    run goes on with the same, and an update that is skipped uses its own up.
+
+    Args:
+        first: place in the stream, counted from its start.
+
+    Returns:
+        the plan with the examples of all updates: atoms after the B samples are these examples,
+        each trained token of which has the same weight.
+    """
+    data, ppo, updates = session.examples, session.cfg.ppo, list(plan.groups)
+    experience: Experience = plan.atoms
+    training = [i for i, group in enumerate(updates) if group.part == POLICY]
+    if data is None or not ppo.ptx.coef or not training:
+        return plan
+    size = _of_an_update(ppo)
+    examples = data.rows(prompt_indices(first, size * len(training), n=len(data),
+                                    seed=session.cfg.seed, shuffle=ppo.ptx.data.shuffle))
+    places = torch.arange(len(examples)) + len(experience.sequences)
+    columns = zip(*(column.split(size) for column in (
+        places, supervised_task.lengths_of(examples), supervised_task.counts_of(examples))),
+        strict=True)
+    for i, (rows, lengths, counts) in zip(training, columns, strict=True):
+        group = updates[i]
+        updates[i] = replace(
+            group, rows=torch.cat([rows, group.rows]), tokens=torch.cat([lengths, group.tokens]),
+            counts=torch.cat([counts, group.counts]),
+            weights=torch.cat([torch.full((size,), 1.0 / int(counts.sum())), group.weights]),
+            kinds=(torch.arange(size + len(group.rows)) >= size).long())
+    extras = replace(experience.extras, examples=examples)
+    return replace(plan, atoms=replace(experience, extras=extras), groups=updates)
+
+
+def examples_of(ppo: schema.PPOConfig, samples: int) -> int:
+    """How far a step of so many samples takes the stream on, whichever of its updates are made."""
+    return ppo.ppo_epochs * math.ceil(samples / ppo.mini_batch_size) * _of_an_update(ppo)
+
+
+def _of_an_update(ppo: schema.PPOConfig) -> int:
+    return ppo.ptx.mini_batch_size or ppo.mini_batch_size
+
+
+def examples_loss(session: Session, examples: Examples, rows: torch.Tensor, weights: torch.Tensor
+                  ) -> tuple[torch.Tensor, int]:
+    """``-sum w log p`` over the trained tokens of some examples at temperature 1, and how many
+    tokens were computed.
+
+    Args:
+        rows: [a] places of the examples.
+        weights: [a] fp32 weight of each of their tokens.
+    """
+    samples = supervised_task.sequences_of(examples, rows, session.loaded.decoder_start)
+    # reducers on several ranks want a gradient of every weight from every pass: ZeRO 3 would add to
+    # what is left of the update before
+    several = session.backend.ranks.world > 1 or session.backend.zero_stage > 0
+    return supervised_task.weighted_nll(
+        session.trained.engine, samples, weights, session.backend.device,
+        pack=session.packs and session.cfg.ppo.ptx.data.packing, want_values=several)
+
+
+def kl_of_updates(updates: Sequence[Mapping[str, float]], mean_tokens: float) -> float:
+    """The KL between the policies before and after a step's updates, in nats per response, from
+    what each measured before it was made: after k of K updates it is ``(k/K)^1.5`` of the whole.
+    The first update's own is taken off: it is 0 unless the samples are another policy's.
+
+    An update's KL is that of ``ratio - 1 - log ratio`` over the samples of the old policy, which is
+    never negative and which tokens that have all but vanished don't dominate.
+
+    Args:
+        updates: terms of each update, means over tokens.
+        mean_tokens: trained tokens of a response. What a reward can gain is bounded by the KL of a
+            whole response, so that long responses move less per token.
+
+    Returns:
+        0, which stands for "unknown", with fewer than two updates.
+    """
+    kls, count = [terms["approx_kl"] + terms["ratio"] - 1.0 for terms in updates], len(updates)
+    if count < 2:
+        return 0.0
+    share = math.fsum((made / count) ** GROWTH for made in range(count))
+    return mean_tokens * (max(math.fsum(kl - kls[0] for kl in kls), 0.0) / share)
+
+
+def next_rate(rate: float, kl: float, target: float) -> float:
+    """The factor on the learning rate in the next step, ``rate * sqrt(target / kl)``: a KL goes
+    with the square of the step that causes it. It changes by 8 at most.
+
+    Args:
+        rate: the factor in this step.
+        kl: of this step, as of :func:`kl_of_updates`.
+        target: what it should have been; where either is 0 the rate stays.
+    """
+    if not (0.0 < kl < math.inf and target > 0.0):
+        return rate
+    return rate * min(max(math.sqrt(target / kl), 1.0 / LARGEST_CHANGE), LARGEST_CHANGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +339,9 @@ class PPOResume(task.Resume):
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
         """As :class:`Resume`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
-        old, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
-        self.task.session.decoding_differs = old.decoding_differs
+        old, new = PPOState.from_json(saved.task), PPOState.from_json(fresh.task)
+        if old.decoding_differs and self.task.cfg.ppo.logprobs_from != "decode":
+            self.task.session.from_decode = False
         if old.init_kl_coef != new.init_kl_coef:
             old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
         return replace(saved, task=old.to_json())
@@ -238,7 +351,7 @@ class PPOResume(task.Resume):
         session = self.task.session
         digests = {"prompts": session.prompts.digest(),
                    "evaluation prompts": session.eval_prompts.digest(),
-                   "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
+                   "ppo.data": None if session.examples is None else session.examples.digest(),
                    "reference model": session.reference_digest()}
         return {name: digest for name, digest in digests.items() if digest is not None}
 
@@ -255,7 +368,7 @@ class PPOResume(task.Resume):
 
     def kept_step(self, state: TrainState) -> int | None:
         """As :class:`Resume`: the end of value pretraining, from which other runs can start."""
-        return records.PPOState.from_json(state.task).pretrained_at
+        return PPOState.from_json(state.task).pretrained_at
 
 
 def build_task(setup: task.TaskSetup) -> PPOTask:

@@ -1,59 +1,32 @@
-"""The parts of a rollout: samples of the policy in chunks, forward passes over a chunk, and the
-chunks of all ranks as one record."""
+"""A rollout, the record of phase 1: forward passes over the chunks that were sampled, and the
+chunks of all ranks as one."""
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from ppocli.config.algorithm import full_kl_in_loss, kl_estimator
-from ppocli.data.columns import rows_of
+from ppocli.data.columns import joined, rows_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.errors import ConfigError, DivergedError
+from ppocli.errors import ConfigError
 from ppocli.models import passes
 from ppocli.models.head import HeadWeights
+from ppocli.models.layout import Sequences
 from ppocli.models.policy import Policy
-from ppocli.models.trunk import vocabulary_of
-from ppocli.ppo.records import Rollout, RolloutExtras
+from ppocli.ppo.losses import kl_per_token
 from ppocli.ppo.session import EvalSession, Session
-from ppocli.ppo.shaping import kl_per_token
 from ppocli.rewards.reward_records import RewardScores
 from ppocli.runs import faults
-from ppocli.runs.episode import without_environments
-from ppocli.sampling.sampler import GenerationModel, sample_chunks
-from ppocli.sampling.samples import Samples, decode_responses
-from ppocli.sampling.token_choice import ROLLOUT, SamplingSpec
+from ppocli.runs.episode import Episode, turn_numbers, without_environments
+from ppocli.sampling.samples import Samples
 from ppocli.training.task import StepContext
-
-
-def whole_rollout(session: Session, context: StepContext, parts: Sequence[Rollout]) -> Rollout:
-    """The samples of all ranks, from this rank's, of which there may be none, in the order of their
-    episodes. All ranks call it in step.
-
-    Raises:
-        ConfigError: ratios to the sampler's logprobs are needed, and it computes none.
-    """
-    whole = of_all_ranks(session, parts)
-    if (session.cfg.ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
-            session.corrects and whole.gap is None):
-        raise ConfigError(f"{type(session.sampler).__name__} returns no logprobs of its samples.",
-                          where="ppo.old_logprobs, ppo.importance, rollout.engine",
-                          fix="let it compute them, or use ppo.old_logprobs=trainer alone")
-    if session.backend.ranks.world > 1:
-        context.clock.mark("gather")
-    return whole
-
-
-def of_all_ranks(session: Session, parts: Sequence[Rollout]) -> Rollout:
-    """As :func:`whole_rollout`, without its check."""
-    shares = session.backend.ranks.gather(Rollout.joined(parts) if parts else None)
-    if len(shares) == 1 and shares[0] is not None:
-        return shares[0]
-    whole = Rollout.joined([part for part in shares if part is not None])
-    return whole.rows(sorted(range(len(whole)), key=whole.prompts.episodes.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,72 +41,148 @@ class Chunk:
     responses: list[str]
 
 
-def generate_chunks(session: Session, context: StepContext, policy: Policy, spec: SamplingSpec,
-                    prompts: PromptBatch, num_local: int, samples: Samples | None = None,
-                    size: int = 0) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``num_local`` of them for this rank: each chunk
-    as soon as it is complete, in their order. All ranks call it in step.
+@dataclass(frozen=True, slots=True)
+class RolloutExtras:
+    """What only some configurations know of the B samples of a rollout."""
 
-    Args:
-        policy: as the sampler's ``acting`` yields it.
-        samples: of an earlier policy, in place of new ones.
-        size: prompts at a time; 0: the session's.
+    dense: torch.Tensor | None = None
+    """[B, R] per-token rewards, when a reward gives them"""
+    sampler_logprobs: torch.Tensor | None = None
+    """[B, R] fp32 as the sampler computed them, where ``Rollout.logprobs`` are others; zero from a
+    sampler that computes none"""
+    frozen_states: list[torch.Tensor | None] = field(default_factory=list)
+    """[n, D] of each sample, on the device: the inputs of the lowest layer that trains, where they
+    were kept; empty where none were"""
+    ref_states: list[torch.Tensor] = field(default_factory=list)
+    """[n, D] of each sample: the reference's final states at its response tokens; empty unless the
+    loss compares whole distributions"""
+    gaps: torch.Tensor | None = None
+    """[B, R] as of :class:`~ppocli.ppo.advantages.AdvantageInputs`"""
+    episodes: list[Episode] = field(default_factory=list)
+    """[B] what happened, where an environment answered; else none"""
+    waiting: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """samples for later steps (:mod:`ppocli.ppo.rollout_sources`)"""
+    sampled: int = 0
+    """samples of dynamic sampling, those it left out included; 0 without it"""
+    sampled_tokens: int = 0
+    """response tokens of these"""
+    uniform_groups: int = 0
+    """prompts of dynamic sampling whose samples all have the same score"""
+
+    def rows(self, index: Any) -> RolloutExtras:
+        """Those of the samples at these places, without any that wait."""
+        return rows_of(replace(self, waiting={}), index)
+
+    @staticmethod
+    def joined(parts: Sequence[RolloutExtras]) -> RolloutExtras:
+        """Those of the samples of several, padded to the widest."""
+        return joined(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
+
+    All tensors are on the CPU; figures of the actions are right-padded to R of them.
     """
-    start, size = 0, size or session.chunk_size
-    made = sample_policy(session, context, policy, prompts, spec, ROLLOUT, size) \
-        if samples is None else (samples.rows(slice(i, i + size))
-                                 for i in range(0, len(prompts), size))
-    with closing(made) as parts:
-        for out in parts:
-            count = min(max(num_local - start, 0), len(out))
-            part = prompts.rows(range(start, start + len(out))).first(count)
-            start += len(out)
-            counted = out.first(count)
-            yield Chunk(out, part, counted, response_texts(session, part, counted, spec))
 
-
-def sample_policy(session: EvalSession, context: StepContext, policy: Policy, prompts: PromptBatch,
-                  spec: SamplingSpec, stream: int, size: int = 0) -> Generator[Samples]:
-    """One sample of the policy per prompt, ``size`` (by default ``chunk_size``) at a time. All
-    ranks call it in step.
-
-    Raises:
-        DivergedError: the policy's probabilities are no longer finite.
-        OutOfMemoryError: there is no room for one response.
-        ConfigError: a sampler of the user's own chose an id without a token.
+    prompts: PromptBatch
+    sequences: Sequences
+    """tokens and action places"""
+    logprobs: torch.Tensor
+    """[B, R] fp32 of the actions under the policy that ratios compare with (``ppo.old_logprobs``)
     """
-    lm, vocabulary = policy.eval().lm, vocabulary_of(policy.lm)
-    head = policy.value_head if policy.values_while_decoding else None
-    model = GenerationModel(lm, head)
-    # in fp32 they are what a forward pass gives; half of the room is for those without padding
-    exact = session.from_decode and session.backend.precision == "fp32"
-    if stream == ROLLOUT and exact and policy.split is not None:
-        tokens = prompts.tokens.shape[1] + spec.max_new_tokens
-        width = lm.get_input_embeddings().weight.shape[-1]
-        if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
-            model = GenerationModel(lm, head, policy.split)
-    for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
-                             context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
-                             chunk=size or session.chunk_size):
-        if not bool(torch.isfinite(out.logprobs).all()):
-            raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
-                                fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
-                                "hardware.precision=fp32")
-        ids = out.sequences.action_tokens[out.sequences.mask]
-        if bool((absent := vocabulary.lacks(ids)).any()):
-            raise ConfigError(f"{type(session.sampler).__name__} sampled id "
-                              f"{int(ids[absent][0])}, for which the tokenizer has no token.",
-                              where="rollout.engine", fix="sample from the tokenizer's ids alone: "
-                              "a model may have more rows than those")
-        yield out
+    ref_logprobs: torch.Tensor
+    """[B, R] fp32 under the reference"""
+    values: torch.Tensor
+    """[B, R] fp32; zero without a critic"""
+    kl: torch.Tensor
+    """[B, R] per-token KL estimate (nats), as ``ppo.kl_estimator`` says"""
+    scores: list[float]
+    """[B] raw scores as the rewards gave them"""
+    valid: torch.Tensor
+    """[B] bool, false where a sample has no score and is left out of the update"""
+    finished: torch.Tensor
+    """[B] bool"""
+    has_reference: bool
+    """false without a reference model: KL and reference logprobs then mean nothing"""
+    responses: list[str]
+    parts: dict[str, list[float | None]]
+    """scores of each reward by name"""
+    logs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """[B] what the rewards logged, as of :class:`~ppocli.rewards.reward_records.RewardScores`"""
+    extras: RolloutExtras = field(default_factory=RolloutExtras)
 
+    def __len__(self) -> int:
+        return len(self.responses)
 
-def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spec: SamplingSpec
-                   ) -> list[str]:
-    """The responses as text, trimmed as ``spec`` has it; of episodes the transcripts."""
-    if out.episodes is not None:
-        return [episode.transcript for episode in out.episodes]
-    return decode_responses(session.tokenizer, session.read_before(prompts), out.action_ids, spec)
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[B, R] bool, true through the token that ended the response."""
+        return self.sequences.mask
+
+    @property
+    def response_tokens(self) -> torch.Tensor:
+        """[B, R] int64 ids of the actions."""
+        return self.sequences.action_tokens
+
+    @property
+    def k1(self) -> torch.Tensor:
+        """[B, R] the plainest estimate of the KL, in nats; only with a reference."""
+        return (self.logprobs - self.ref_logprobs) * self.sequences.mask
+
+    @property
+    def sequence_kl(self) -> float:
+        """k1 summed over each response, mean over samples; nats. NaN without a reference."""
+        return float(self.k1.double().sum(1).mean()) if self.has_reference else math.nan
+
+    @property
+    def gap(self) -> torch.Tensor | None:
+        """[B, R] log-ratio of the trained policy to the one that sampled, in nats; None where they
+        are the same, or the sampler computes no logprobs."""
+        sampler_logprobs = self.extras.sampler_logprobs
+        if sampler_logprobs is None or not bool(sampler_logprobs.any()):
+            return None
+        return (self.logprobs - sampler_logprobs) * self.sequences.mask
+
+    @property
+    def turns(self) -> torch.Tensor | None:
+        """[B, R] int64 turn of each action; None without an environment."""
+        episodes, width = self.extras.episodes, self.sequences.mask.shape[1]
+        return torch.tensor(turn_numbers(episodes, width)) if episodes else None
+
+    @property
+    def shown_scores(self) -> list[float | None]:
+        """[B] the scores, None where a sample has none."""
+        scores: list[float | None] = list(self.scores)
+        for i in (~self.valid).nonzero().squeeze(-1).tolist():
+            scores[i] = None
+        return scores
+
+    @property
+    def valid_scores(self) -> list[float]:
+        """The scores of the samples that have one."""
+        return torch.tensor(self.scores, dtype=torch.float64)[self.valid].tolist()
+
+    @staticmethod
+    def joined(parts: Sequence[Rollout]) -> Rollout:
+        """The samples of several, padded to the widest."""
+        if len(parts) == 1:
+            return parts[0]
+        if any(part.extras.dense is not None for part in parts):
+            parts = [part if part.extras.dense is not None else replace(
+                part, extras=replace(part.extras, dense=part._on_last())) for part in parts]
+        return joined(parts)
+
+    def _on_last(self) -> torch.Tensor:
+        """[B, R] the scores on the last tokens, as dense rewards have them."""
+        last = (self.response_mask.sum(1) - 1).clamp(min=0)
+        scores = torch.tensor(self.scores, dtype=torch.float32) * self.valid
+        return torch.zeros(self.logprobs.shape).scatter(1, last[:, None], scores[:, None])
+
+    def rows(self, order: list[int]) -> Rollout:
+        """The samples at these places, without any that wait."""
+        return rows_of(self, order)
 
 
 def measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples, *,
@@ -149,90 +198,81 @@ def measure(session: EvalSession, context: StepContext, policy: Policy, out: Sam
         OutOfMemoryError: there is no room for one sample.
     """
     rows = min(session.forward_rows, len(out))
-
-    def work() -> dict[str, Any]:
-        return _measure(session, context, policy, out, session.passes.limit(phase, rows), **options)
-
-    return session.passes.retry(phase, rows, int(out.sequences.spans.max()), work,
-                                in_step=session.scores_in_step)
+    return session.passes.retry(
+        phase, rows, int(out.sequences.spans.max()),
+        partial(_measure, session, context, policy, out, phase, rows, **options),
+        in_step=session.scores_in_step)
 
 
 @torch.no_grad()
-def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples, size: int,
-             *, want_policy: bool, want_values: bool, estimator: str, temperature: float,
+def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples, phase: str,
+             rows: int, *, want_policy: bool, want_values: bool, estimator: str, temperature: float,
              most_frozen_bytes: int = 0, want_ref_states: bool = False) -> dict[str, Any]:
-    """Reference logprobs, KL, and the policy's own on demand, ``size`` rows per pass, on this rank.
+    """By the names of :class:`Rollout`, on the CPU: ``ref_logprobs`` and ``kl`` [B, R], on demand
+    ``logprobs``, ``values`` and the reference's states; at most ``rows`` per pass, on this rank.
 
     Args:
-        want_policy: also compute the policy's logprobs (else the decoded ones serve).
-        want_values: also compute the values of the states before each action.
-        estimator: of :mod:`ppocli.ppo.shaping`, or ``full`` for the KL over the whole vocabulary.
-        most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
-            trains.
-        want_ref_states: also keep the reference's final states.
-
-    Returns:
-        by the names of :class:`Rollout`, CPU fp32 [B, R]: ``logprobs`` and ``values`` or None,
-        ``ref_logprobs``, ``kl``; and ``frozen_states`` and ``ref_states`` as of
-        :class:`RolloutExtras`.
+        estimator: as of :func:`~ppocli.ppo.losses.kl_per_token`, or ``full``: over the vocabulary.
+        most_frozen_bytes: for what enters the policy's lowest layer that trains.
     """
-    limit, mask = session.cfg.ppo.micro_batch_tokens, out.sequences.mask
+    size, limit = session.passes.limit(phase, rows), session.cfg.ppo.micro_batch_tokens
+    mask, reference, whole = out.sequences.mask, session.reference, estimator == "full"
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
-        longest = int(out.sequences.spans.max())
-        size = max(1, min(size, limit // session.backend.ranks.most(longest)))
-        limit = None
+        longest = session.backend.ranks.most(int(out.sequences.spans.max()))
+        size, limit = max(1, min(size, limit // longest)), None
     batches = passes.lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
                                   tokens=limit)
-    reference, whole = session.reference, estimator == "full"
-    frozen: list[torch.Tensor | None] = [None] * len(batches)
-    kept_at = policy.split if most_frozen_bytes else None
-    if kept_at is not None:
-        # all passes hold what enters the first layer that trains until the reference is run
-        width = policy.lm.get_input_embeddings().weight.shape[-1]
-        needed = 4 * width * sum(one.batch.tokens.numel() for one in batches)
-        kept_at = kept_at if needed <= most_frozen_bytes else None
-    if kept_at is not None and out.frozen_states is not None:
-        frozen = [passes.known_states(out.frozen_states, one.rows, one.batch) for one in batches]
-    policy_scores: list[passes.Scored] = []
-    reference_scores: list[passes.Scored] = []
+    split, frozen = None, list[torch.Tensor | None]([None] * len(batches))
+    if most_frozen_bytes and policy.split is not None:
+        split, frozen = _frozen_inputs(policy, out, batches, most_frozen_bytes)
+    ours, theirs = list[passes.Scored](), list[passes.Scored]()
     with session.backend.autocast():
         if want_policy or want_values or whole:
-            split = kept_at if reference is None else reference.split or kept_at
+            kept_at = split if reference is None else reference.split or split
             for i, one in enumerate(batches):
                 context.stop.check()
                 faults.point("scoring.forward", size)
-                policy_scores.append(passes.score_policy(
-                    policy, one, temperature=temperature, split=split, want_logprobs=want_policy,
+                ours.append(passes.score_policy(
+                    policy, one, temperature=temperature, split=kept_at, want_logprobs=want_policy,
                     want_values=want_values, keep_hidden=whole))
-                if policy_scores[i].frozen_states is not None:
-                    frozen[i] = policy_scores[i].frozen_states
+                frozen[i] = frozen[i] if ours[i].frozen_states is None else ours[i].frozen_states
         if reference is not None:
             head = HeadWeights.of(policy.lm).as_now()
             with reference.view(policy.lm) as view:
                 for i, one in enumerate(batches):
                     context.stop.check()
                     faults.point("scoring.forward", size)
-                    reference_scores.append(passes.score_reference(
+                    theirs.append(passes.score_reference(
                         reference, view, one, head, temperature=temperature,
-                        hidden=policy_scores[i].states if whole else None, frozen_states=frozen[i],
-                        split=kept_at if view is policy.lm else None))
-                    frozen[i] = reference_scores[i].frozen_states
-
-    def spread(scores: list[passes.Scored], name: str) -> torch.Tensor:
-        return passes.spread(batches, [getattr(one, name) for one in scores], shape=mask.shape)
-
-    logprobs = spread(policy_scores, "logprobs") if want_policy else None
+                        hidden=ours[i].states if whole else None, frozen_states=frozen[i],
+                        split=split if view is policy.lm else None))
+                    frozen[i] = theirs[i].frozen_states
+    logprobs = passes.spread(batches, ours, "logprobs", mask.shape) if want_policy else None
     sampled = out.logprobs if logprobs is None else logprobs
-    ref_logprobs = sampled if reference is None else spread(reference_scores, "logprobs")
-    kl = kl_per_token(sampled, ref_logprobs, estimator) if not whole else (
-        torch.zeros(mask.shape) if reference is None else spread(reference_scores, "full_kl"))
+    ref_logprobs = sampled if reference is None else passes.spread(
+        batches, theirs, "logprobs", mask.shape)
+    kl = kl_per_token(sampled, ref_logprobs, estimator) if not whole else torch.zeros(mask.shape) \
+        if reference is None else passes.spread(batches, theirs, "full_kl", mask.shape)
     return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl * mask,
-            "values": spread(policy_scores, "values") if want_values else None,
-            "frozen_states": passes.states_of_samples(
-                batches, frozen, len(mask), 0 if kept_at is None else most_frozen_bytes),
+            "values": passes.spread(batches, ours, "values", mask.shape) if want_values else None,
+            "frozen_states": [None] * len(mask) if split is None else passes.states_of_samples(
+                batches, frozen, len(mask), most_frozen_bytes),
             "ref_states": passes.states_by_sample(
-                batches, [one.states for one in reference_scores], mask.sum(1))
-            if want_ref_states and reference_scores else []}
+                batches, [one.states for one in theirs], mask.sum(1))
+            if want_ref_states and theirs else []}
+
+
+def _frozen_inputs(policy: Policy, out: Samples, batches: list[passes.RowBatch], most: int
+                   ) -> tuple[Any, list[torch.Tensor | None]]:
+    """The layer at which passes are split, None where its inputs would take more than ``most``
+    bytes; and [b, T, D] those of each batch that decoding has kept."""
+    # all passes hold what enters the first layer that trains until the reference is run
+    width = policy.lm.get_input_embeddings().weight.shape[-1]
+    if 4 * width * sum(one.batch.tokens.numel() for one in batches) > most:
+        return None, [None] * len(batches)
+    kept = out.frozen_states
+    return policy.split, [None if kept is None else passes.known_states(
+        kept, one.rows, one.batch) for one in batches]
 
 
 def measure_chunk(session: Session, context: StepContext, policy: Policy, chunk: Chunk, *,
@@ -243,8 +283,7 @@ def measure_chunk(session: Session, context: StepContext, policy: Policy, chunk:
         forward: also for values, and for logprobs unless ratios are to be to the sampler's own, in
             place of those of the sampler.
     """
-    ppo = session.cfg.ppo
-    in_loss = full_kl_in_loss(ppo)
+    ppo, in_loss = session.cfg.ppo, full_kl_in_loss(session.cfg.ppo)
     return measure(
         session, context, policy, chunk.out, phase="scoring",
         want_policy=forward and ppo.old_logprobs == "trainer",
@@ -258,8 +297,9 @@ def measure_chunk(session: Session, context: StepContext, policy: Policy, chunk:
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: dict[str, Any]
                ) -> Rollout:
     """A scored and measured chunk as a rollout, of this rank's own samples."""
-    samples, columns = chunk.samples, rows_of(measured, slice(len(chunk.responses)))
-    logprobs, dense = columns["logprobs"], None
+    samples, count, dense = chunk.samples, len(chunk.responses), None
+    columns = measured if count == len(chunk.out) else rows_of(measured, slice(count))
+    logprobs = columns["logprobs"]
     if scores.dense is not None:
         dense = torch.zeros(samples.mask.shape)
         dense[samples.mask] = torch.tensor(list(chain.from_iterable(scores.dense)),
@@ -275,3 +315,27 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: d
             dense=dense, frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
             sampler_logprobs=None if logprobs is None else samples.logprobs,
             episodes=without_environments(samples.episodes) if samples.episodes else []))
+
+
+def of_all_ranks(session: Session, parts: Sequence[Rollout]) -> Rollout:
+    """The samples of all ranks, from this rank's, of which there may be none, in the order of their
+    episodes. All ranks call it in step."""
+    part = parts[0] if len(parts) == 1 else Rollout.joined(parts) if parts else None
+    if session.backend.ranks.world == 1 and part is not None:
+        return part
+    shares = session.backend.ranks.gather(part)
+    whole = Rollout.joined([part for part in shares if part is not None])
+    return whole.rows(sorted(range(len(whole)), key=whole.prompts.episodes.__getitem__))
+
+
+def check_sampler_logprobs(session: Session, rollout: Rollout) -> None:
+    """Where ratios to the sampler's logprobs are needed, make sure that it computes them.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    if (session.cfg.ppo.old_logprobs == "sampler" and not bool(rollout.logprobs.any())) or (
+            session.corrects and rollout.gap is None):
+        raise ConfigError(f"{type(session.sampler).__name__} returns no logprobs of its samples.",
+                          where="ppo.old_logprobs, ppo.importance, rollout.engine",
+                          fix="let it compute them, or use ppo.old_logprobs=trainer alone")

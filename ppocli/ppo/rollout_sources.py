@@ -23,8 +23,8 @@ import torch
 
 from ppocli.distributed.ranks import interleave
 from ppocli.models.layout import Sequences
-from ppocli.ppo.records import Rollout
-from ppocli.ppo.rollout import sample_policy
+from ppocli.ppo.policy_samples import sample_policy, share_of_prompts
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
 from ppocli.ppo.step import collect_rollout
 from ppocli.sampling.sampler import AheadSampler, BegunSamples
@@ -52,7 +52,7 @@ def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, 
     parts, count = [_samples_of(tensors)] if tensors else [], len(episodes)
     first = episodes.start + sum(map(len, parts))
     if first < until:
-        prompts, num_local = session.share_of_prompts(first, until - first)
+        prompts, num_local = share_of_prompts(session, first, until - first)
         with session.sampler.acting(session.policy) as policy:
             samples = Samples.joined(list(sample_policy(
                 session, context, policy, prompts, session.sampling, ROLLOUT)))
@@ -131,7 +131,7 @@ def collect_ahead(session: Session, context: StepContext, before: Ahead | None, 
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
-    prompts, num_local = session.share_of_prompts(episodes.start, len(episodes))
+    prompts, num_local = share_of_prompts(session, episodes.start, len(episodes))
     sampler = cast(AheadSampler, session.sampler)  # rollout.ahead needs such an engine
     with session.sampler.acting(session.policy):
         begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)

@@ -14,7 +14,7 @@ from ppocli.config.algorithm import (
     longest_response,
     reference_sharded,
 )
-from ppocli.config.schema import RewardConfig, TrainConfig, rewards_of
+from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.oom_retry import PassRows
@@ -26,13 +26,12 @@ from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import AdapterReference, Policy, Reference
 from ppocli.models.sharded_weights import is_sharded, one_gathered
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
-from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.vllm_sampler import check_engine
 from ppocli.supervised import supervised_task
-from ppocli.training import build_models, optimizers, updates
+from ppocli.training import build_models, optimize, optimizers
 from ppocli.training.state import PhaseClock
 from ppocli.training.task import PASSES, PythonObjects, StepContext
 
@@ -42,7 +41,7 @@ log = logging.getLogger("ppocli")
 @dataclass
 class EvalSession:
     """Everything needed to sample a policy's responses and to score them; it lives as long as the
-    run. Only ``passes`` and ``decoding_differs`` change."""
+    run. Only ``passes`` and ``from_decode`` change."""
 
     cfg: TrainConfig
     backend: Backend
@@ -64,25 +63,18 @@ class EvalSession:
     """whether all models take rows packed without padding"""
     planned_steps: int = field(default=0, kw_only=True)
     """steps of the whole run by its configuration; 0 where that doesn't say"""
-    decoding_differs: bool = field(default=False, kw_only=True)
-    """whether updates have shown that the sampler's logprobs don't match"""
+    from_decode: bool = field(init=False)
+    """whether old logprobs and values are taken from the sampler"""
+
+    def __post_init__(self) -> None:
+        self.from_decode = decoding_scores(self.cfg) and (
+            self.sampler.logprobs_match or self.cfg.ppo.logprobs_from == "decode")
 
     def context(self, stop: StopFlag | None = None, clock: PhaseClock | None = None
                 ) -> StepContext:
         """What sampling and scoring need of a caller other than the training loop."""
         return StepContext(stop or StopFlag(), clock or PhaseClock(self.backend.device),
                            (0, self.planned_steps, 0.0))
-
-    @property
-    def from_decode(self) -> bool:
-        """Whether old logprobs and values are taken from the sampler."""
-        matches = self.sampler.logprobs_match and not self.decoding_differs
-        return self.may_decode and (matches or self.cfg.ppo.logprobs_from == "decode")
-
-    @cached_property
-    def may_decode(self) -> bool:
-        """Whether the configuration lets old logprobs and values be taken from the sampler."""
-        return decoding_scores(self.cfg)
 
     @cached_property
     def corrects(self) -> bool:
@@ -107,22 +99,9 @@ class EvalSession:
             reference_sharded(self.cfg) or is_sharded(self.policy))
 
     @cached_property
-    def reward_is_learned(self) -> bool:
-        """Whether all rewards are models."""
-        names = {fn for _, fn, _ in rewards_of(self.cfg.reward) if fn is not None}
-        return bool(names) and names <= {*MODEL_REWARDS}
-
-    @cached_property
     def chunk_size(self) -> int:
         """Samples of one generate call."""
         return self.cfg.ppo.chunk_size or min(self.cfg.ppo.num_rollouts, 128)
-
-    def read_before(self, prompts: prompt_set.PromptBatch) -> list[list[int]]:
-        """The ids that each prompt's response is decoded behind: none for a decoder beside an
-        encoder, the prompt for a causal model, whose response continues it."""
-        if self.loaded.decoder_start is not None:
-            return [[]] * len(prompts.tokens)
-        return [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
 
     def reference_digest(self) -> str | None:
         """Digest of the reference's weights; None without one. All ranks call it in step."""
@@ -147,22 +126,10 @@ class EvalSession:
 class Session(EvalSession):
     """One run's parts. What ``trained`` holds changes as well."""
 
-    trained: updates.Trained
+    trained: optimize.Trained
     prompts: prompt_set.PromptSet
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
-
-    def share_of_prompts(self, start: int, count: int) -> tuple[prompt_set.PromptBatch, int]:
-        """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them
-        count, as of :meth:`~ppocli.distributed.ranks.Ranks.share`. Each prompt comes ``ppo.n``
-        times in a row; the order is a function of the seed and the position alone."""
-        n, first, stop = self.cfg.ppo.n, start // self.cfg.ppo.n, start + count
-        indices = prompt_set.prompt_indices(
-            first, -(-stop // n) - first, n=len(self.prompts), seed=self.cfg.seed,
-            shuffle=self.cfg.prompts.shuffle)
-        episodes, num_local = self.backend.ranks.share(range(start, stop))
-        return self.prompts.batch([indices[e // n - first] for e in episodes], episodes,
-                                  self.tokenizer.pad_token_id), num_local
 
 
 def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
@@ -185,8 +152,7 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     return limit if has_encoder(lm) else limit - longest
 
 
-def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, prompts: int
-                        ) -> None:
+def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler) -> None:
     if not spec.is_policy_distribution:
         log.warning("Rollouts are sampled with top-k, top-p, min-p, a repetition penalty, a "
                     "minimum length or greedily: tokens do not come from the policy's own "
@@ -199,9 +165,6 @@ def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, 
     if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
         log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
                     "to the reference. ppo.kl_estimator=k3+, k2 or k3 does.")
-    if prompts < cfg.ppo.num_rollouts // cfg.ppo.n:
-        log.info("A rollout takes %d prompts and there are %d: they are cycled.",
-                 cfg.ppo.num_rollouts // cfg.ppo.n, prompts)
 
 
 def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tuple[Any, Any]:
@@ -264,9 +227,6 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
             reward.check_columns(list(prompt_data.columns))
     if metric is not None:
         metric.check_columns(list(eval_prompts.columns))
-    if keys.chat and keys.tools is None and cfg.env.fn is None and "tools" in prompts.columns:
-        log.info("prompts: the chat template is not told of the column tools; prompts.tools=tools "
-                 "does so")
     for name, prompt_data in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
         for note in prompt_data.notes if training or prompt_data is eval_prompts else ():
             log.info("%s: %s", name, note)
@@ -343,14 +303,14 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     sampling, eval_sampling = build_models.sampling_specs(cfg.generation, tokenizer, loaded)
     policy = build_models.build_policy(cfg, backend, loaded, tokenizer)
     optimizer = optimizers.build_optimizer(policy, cfg.ppo)
-    trained = updates.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
+    trained = optimize.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = passes.frozen_split(policy)
     reference = build_models.build_reference(cfg, backend, policy, tokenizer)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
     sampler = build_models.build_sampler(setup, plays)
-    _warn_about_samples(cfg, sampling, sampler, len(prompts))
+    _warn_about_samples(cfg, sampling, sampler)
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,

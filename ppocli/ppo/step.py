@@ -4,7 +4,7 @@ minibatches of it; the loss of a micro-batch.
 Shapes: B samples of the whole step, b of one chunk or micro-batch on this rank, Q prompt tokens
 padded on the left, R response tokens padded on the right, N response tokens laid flat. What only
 some configurations need is one call each, in :mod:`~ppocli.ppo.experience`,
-:mod:`~ppocli.ppo.rollout_sources` and :mod:`~ppocli.ppo.ptx`.
+:mod:`~ppocli.ppo.rollout_sources` and :mod:`~ppocli.ppo.ppo_task`.
 """
 
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from ppocli.config import algorithm, schema
 from ppocli.distributed.backend import to_device
 from ppocli.ppo import experience as exp
-from ppocli.ppo import losses, ptx, reward_calls, rollout, shaping
+from ppocli.ppo import losses, policy_samples, rollout
 from ppocli.ppo.advantages import token_rewards
-from ppocli.ppo.records import CRITIC, POLICY, Experience, PPOState, Rollout
+from ppocli.ppo.experience import CRITIC, POLICY, Experience, PPOState
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
 from ppocli.sampling.samples import Samples
 from ppocli.training.task import Plan, StepContext, UpdateGroup
@@ -35,15 +36,15 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
         ConfigError: ratios to the sampler's logprobs are needed, and it computes none.
     """
     clock, spec, pending = context.clock, session.sampling, None
-    prompts, num_local = session.share_of_prompts(start, count)  # [b, Q]
+    prompts, num_local = policy_samples.share_of_prompts(session, start, count)  # [b, Q]
     if samples is not None:
         samples = samples.rows(torch.tensor(prompts.episodes) - start)
-    chunks = list[tuple[rollout.Chunk, reward_calls.PendingScores]]()
+    chunks = list[tuple[rollout.Chunk, policy_samples.PendingScores]]()
     forward = samples is not None or not session.from_decode
     with session.sampler.acting(session.policy) as policy:
-        for chunk in rollout.generate_chunks(  # tokens, logprobs, values [b, R]; texts [b]
+        for chunk in policy_samples.generate_chunks(  # tokens, logprobs, values [b, R]; texts [b]
                 session, context, policy, spec, prompts, num_local, samples):
-            pending = reward_calls.start(session, context, chunk, pending)
+            pending = policy_samples.start(session, context, chunk, pending)
             chunks.append((chunk, pending))
         parts = list[Rollout]()
         for chunk, pending in chunks:
@@ -56,7 +57,12 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
             clock.mark("reward")
             if chunk.responses:
                 parts.append(rollout.rollout_of(session, chunk, scores, columns))
-    return rollout.whole_rollout(session, context, parts)
+    whole = rollout.of_all_ranks(session, parts)
+    if session.corrects or session.cfg.ppo.old_logprobs == "sampler":
+        rollout.check_sampler_logprobs(session, whole)
+    if session.backend.ranks.world > 1:
+        clock.mark("gather")
+    return whole
 
 
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
@@ -68,21 +74,26 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         progress: 0 in the first step of the run, 1 in the last.
         pretrains: the value function alone learns, from returns of lambda 1.
     """
-    ppo, kept = cfg.ppo, rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
-    mask, gap, kl_in = kept.sequences.mask, kept.gap, algorithm.kl_in(ppo)
+    ppo, kept = cfg.ppo, rollout
+    if not bool(rollout.valid.all()):
+        kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
+    mask, kl_in = kept.sequences.mask, algorithm.kl_in(ppo)
+    gap = None if kept.extras.sampler_logprobs is None else kept.gap
     # a KL that is rounding alone is not charged: whitening, and Adam, would make a signal of it
-    moved = not bool((kept.k1.abs() <= shaping.ROUNDING).all())  # NaN is no rounding
-    scores, dense = exp.shaped_scores(kept, exp.update_moments(state, rollout, cfg), cfg)
+    moved = not bool((kept.k1.abs() <= losses.ROUNDING).all())  # NaN is no rounding
+    if cfg.reward.scale != "none":
+        state = exp.update_moments(state, rollout, cfg)
+    scores, dense = exp.shaped_scores(kept, state, cfg)
     rewards = token_rewards(scores, kept.kl, mask, dense=dense,
                             kl_coef=state.kl_coef if kl_in == "reward" and moved else 0.0)
     if ppo.whiten_rewards:
-        rewards = shaping.whiten(rewards, mask, center=False)
+        rewards = losses.whiten(rewards, mask, center=False)
     advantages, returns = exp.estimate_advantages(kept, rewards, ppo, pretrains=pretrains)
     accepted, importance = (mask, None) if gap is None else exp.off_policy_correction(
         gap, mask, cfg)  # [B, R] bool; [B, R] or None
     if algorithm.whitens_advantages(ppo):
         # over what is learnt from: another mean would push all of it one way
-        advantages = shaping.whiten(advantages, accepted, center=True)
+        advantages = losses.whiten(advantages, accepted, center=True)
     learnt = exp.experience_of(
         kept, ppo, kl_coef=state.kl_coef if kl_in == "loss" and kept.has_reference else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
@@ -96,7 +107,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     return learnt
 
 
-def plan_updates(session: Session, experience: Experience, step: int, mixed_in: int = 0) -> Plan:
+def plan_updates(session: Session, experience: Experience, step: int) -> Plan:
     """``ppo_epochs`` passes over the experience in minibatches, each pass in another order that
     (seed, step, epoch) alone decide. Before them come ``critic_epochs`` passes for the value
     function alone, in other orders (phasic policy gradient, Cobbe et al. 2020, arXiv 2009.04416).
@@ -104,7 +115,6 @@ def plan_updates(session: Session, experience: Experience, step: int, mixed_in: 
 
     Args:
         step: steps before this one.
-        mixed_in: examples of ``ppo.ptx.data`` before those of this one.
     """
     ppo, groups, first = session.cfg.ppo, list[UpdateGroup](), session.cfg.ppo.critic_epochs or 0
     part = CRITIC if step < ppo.critic_warmup_steps or experience.extras.pretrains else POLICY
@@ -112,13 +122,11 @@ def plan_updates(session: Session, experience: Experience, step: int, mixed_in: 
         # numpy takes [.., 0] for [..]: the 1 makes the orders of the critic's passes differ
         number = [epoch, 1] if epoch < first else [epoch - first]
         order = np.random.default_rng([session.cfg.seed, step, *number]).permutation(
-            len(experience))
+            len(experience.sequences))
         for rows in torch.from_numpy(order).split(ppo.mini_batch_size):
             group = update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
             if group.weights.any():
                 groups.append(group)
-    if session.examples is not None:
-        experience, groups = ptx.with_examples(session, experience, groups, mixed_in)
     return Plan(exp.on_device(session, experience), groups)
 
 
@@ -156,7 +164,7 @@ def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: 
     term_weights = weights.repeat_interleave(lengths)  # [N]
     if extras.counts is not None:
         term_weights = term_weights * extras.counts[rows][mask]
-    samples = group.rows < len(experience)  # the others are examples of ppo.ptx
+    samples = group.rows < len(experience.sequences)  # the others are examples of ppo.ptx
     imitated = None if extras.imitated is None else to_device(exp.imitation_weights(
         experience, extras.imitated, rows, weights, group, samples), device)
     return losses.ppo_loss(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ppocli.config import algorithm, schema, schema_training
-from ppocli.ppo import off_policy, step_size
-from ppocli.ppo.advantages import ESTIMATORS
-from ppocli.ppo.experience import penalties_of, sequence_kl
-from ppocli.ppo.records import POLICY, Experience, PPOState, Rollout
+from ppocli.ppo.advantages import ESTIMATORS, accepted_tokens
+from ppocli.ppo.experience import POLICY, Experience, PPOState, penalties_of
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.runs.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult
@@ -31,15 +31,12 @@ ALIKE = 0.9
 CRITIC_PATIENCE = 10
 """of ``critic``: a new value function explains nothing at first"""
 
-_TERMS = {
-    "loss/total_avg": "total", "loss/policy_avg": "policy",
-    "policy/approxkl_avg": "approx_kl_squared", "policy/policykl_avg": "approx_kl",
-    "policy/clipfrac_avg": "policy_clipfrac", "policy/grad_norm": "grad_norm",
-    "policy/max_log_ratio": "max_log_ratio", "val/ratio": "ratio"}
+_TERMS = (
+    ("loss/total_avg", "total"), ("loss/policy_avg", "policy"),
+    ("policy/approxkl_avg", "approx_kl_squared"), ("policy/policykl_avg", "approx_kl"),
+    ("policy/clipfrac_avg", "policy_clipfrac"), ("policy/grad_norm", "grad_norm"),
+    ("policy/max_log_ratio", "max_log_ratio"), ("val/ratio", "ratio"))
 """figures of each step that are terms of its loss"""
-_CRITIC_TERMS = {"loss/value_avg": "value", "val/clipfrac_avg": "value_clipfrac",
-                 "val/error": "value_error"}
-"""likewise, with a value function"""
 
 ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
@@ -76,13 +73,7 @@ ADVICE = {
               "model.value.kind=model, or train without a critic (ppo.advantage).",
     "held_back": "The reward rises while {falling} falls, for {n} evaluations: the policy may be "
                  "learning the reward's gaps. Compare samples, raise ppo.init_kl_coef, stop "
-                 "earlier, or let checkpoint.metric={falling} keep what is best.",
-    "rejected": "ppo.importance.reject leaves out more than nine of ten tokens for {n} steps: "
-                "hardly anything is learnt. Widen its bounds, or lower ppo.staleness or "
-                "ppo.optimizer.lr.",
-    "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
-                   "{n} steps: advantages are one step of the value function's. Raise "
-                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response)."}
+                 "earlier, or let checkpoint.metric={falling} keep what is best."}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -92,8 +83,10 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and biased standard deviation; NaN without any."""
-    middle = mean(values)
-    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
+    middle, squares = mean(values), list[float]()
+    for value in values:
+        squares.append((value - middle) ** 2)
+    return middle, math.sqrt(mean(squares))
 
 
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
@@ -103,7 +96,7 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     mask, extras = rollout.sequences.mask, rollout.extras
     lengths = mask.sum(1).double()
     score, std = mean_std(rollout.valid_scores)
-    kl, penalty = sequence_kl(rollout), 0.0
+    kl, penalty = rollout.sequence_kl, 0.0
     if algorithm.kl_in(cfg.ppo) == "reward":
         penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
@@ -126,8 +119,9 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
-    figures |= means_of(rollout.logs, "logged")
-    if rollout.gap is not None:
+    if any(rollout.logs):
+        figures |= means_of(rollout.logs, "logged")
+    if extras.sampler_logprobs is not None:
         figures |= gap_figures(rollout, experience, cfg.ppo.importance)
     for name, amounts in penalties_of(rollout, cfg).items():  # over all samples
         figures[f"reward/penalty/{name}"] = mean(amounts.nan_to_num(0.0).tolist())
@@ -150,7 +144,7 @@ def gap_figures(rollout: Rollout, experience: Experience,
         # in the type that they were capped in
         figures["rollout/importance_capped"] = float((weights >= importance.cap).double().mean())
     if importance.reject:
-        left_out = mask & ~off_policy.accepted(gap, mask, importance.reject)
+        left_out = mask & ~accepted_tokens(gap, mask, importance.reject)
         figures["rollout/rejected_tokens"] = float(left_out.sum() / mask.sum())
         figures["rollout/rejected_samples"] = float((left_out == mask).all(1).double().mean())
     return figures
@@ -187,33 +181,31 @@ def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = 
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
                    ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
-    terms, extras, returns = result.terms, experience.extras, experience.returns
-
-    def named(names: Mapping[str, str]) -> dict[str, float]:
-        return {name: terms.get(term, math.nan) for name, term in names.items()}
-
-    figures = named(_TERMS) | {"lr": result.lr, "updates_skipped": float(result.skipped),
-                               "early_stopped": float(result.early_stopped)}
-    if returns is not None:
-        returns = returns.cpu()[experience.sequences.mask].double()
+    terms, extras, figures = result.terms, experience.extras, dict[str, float]()
+    for name, term in _TERMS:
+        figures[name] = terms.get(term, math.nan)
+    figures |= {"lr": result.lr, "updates_skipped": float(result.skipped),
+                "early_stopped": float(result.early_stopped)}
+    if experience.returns is not None:
+        returns = experience.returns.cpu()[experience.sequences.mask].double()
         variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-        figures |= named(_CRITIC_TERMS)
+        error = terms.get("value_error", math.nan)
         figures |= {
-            "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
+            "loss/value_avg": terms.get("value", math.nan),
+            "val/clipfrac_avg": terms.get("value_clipfrac", math.nan), "val/error": error,
+            "val/var_explained": 1.0 - error / variance if variance else math.nan,
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
-    if ppo.step_kl is not None:
-        figures["policy/step_kl"] = step_size.kl_of_updates(
-            result.made.get(POLICY, ()), experience.mean_loss_tokens)
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.options.ent_coef
-    for enabled, names in (
+    for enabled, name, term in (
             # else only objective/entropy, the sampled estimate
-            (algorithm.wants_entropy(ppo), {"policy/entropy_avg": "entropy"}),
-            (extras.ref_logprobs is not None, {"loss/kl_avg": "kl"}),
-            (extras.imitated is not None, {"loss/positive_nll_avg": "nll"}),
-            (extras.examples is not None, {"loss/ptx": "ptx"}),
-            (ppo.dual_clip is not None, {"policy/dual_clipfrac_avg": "dual_clipfrac"})):
-        figures |= named(names) if enabled else {}
+            (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
+            (extras.ref_logprobs is not None, "loss/kl_avg", "kl"),
+            (extras.imitated is not None, "loss/positive_nll_avg", "nll"),
+            (extras.examples is not None, "loss/ptx", "ptx"),
+            (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")):
+        if enabled:
+            figures[name] = terms.get(term, math.nan)
     return figures
 
 
@@ -302,27 +294,36 @@ def _falling(state: TrainState) -> str | None:
                  if name.startswith("metrics/") and share < -0.05), None)
 
 
-def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
-          ) -> tuple[dict[str, bool], float]:
-    """Whether each unhealthy sign is present in a step, and the share of the groups whose rewards
-    are all equal.
+def alike_share(rollout: Rollout, n: int) -> float:
+    """The share of the groups, of ``n`` samples of a prompt, whose rewards are all equal."""
+    groups: dict[int, list[float]] = {}
+    for episode, score in zip(rollout.prompts.episodes, rollout.shown_scores, strict=True):
+        if score is not None:
+            groups.setdefault(episode // n, []).append(score)
+    return mean([float(max(group) == min(group)) for group in groups.values()])
+
+
+def _is_learned(reward: schema.RewardConfig) -> bool:
+    """Whether all rewards are models."""
+    return {fn for _, fn, _ in schema.rewards_of(reward) if fn is not None} <= {*MODEL_REWARDS}
+
+
+def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float,
+          scores: Sequence[float], alike: float) -> dict[str, bool]:
+    """Whether each unhealthy sign is present in a step.
 
     Args:
         row: the figures of the step.
         first: mean response tokens of the first rollout.
+        scores: those that are valid.
+        alike: share of the groups that are compared whose rewards are all equal.
     """
-    cfg, sampling, scores = session.cfg, session.sampling, rollout.valid_scores
-    lengths, kl = rollout.sequences.mask.sum(1), row["objective/kl"]
-    groups: dict[int, list[float]] = {}
-    for episode, score in zip(rollout.prompts.episodes, rollout.shown_scores, strict=True):
-        if score is not None:
-            groups.setdefault(episode // cfg.ppo.n, []).append(score)
-    alike = mean([float(max(group) == min(group)) for group in groups.values()])
-    middle, deviation = mean_std(scores)
-    learned = session.reward_is_learned
+    cfg, sampling, lengths = session.cfg, session.sampling, rollout.sequences.mask.sum(1)
+    kl, (middle, deviation) = row["objective/kl"], mean_std(scores)
     equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
-    near = len(scores) > 1 and deviation < max(FLAT * abs(middle), LEARNED_FLAT * learned)
-    present = {
+    flat = len(scores) > 1 and not equal and rollout.extras.dense is None and (
+        deviation < FLAT * abs(middle) or (deviation < LEARNED_FLAT and _is_learned(cfg.reward)))
+    return {
         "negative_kl": kl < -0.5,
         "full_length": (bool(sampling.stop_ids or sampling.stop_sequences)
                         and sampling.max_new_tokens > 1 and not bool(rollout.finished.any())
@@ -332,14 +333,8 @@ def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: f
         "kl_runaway": kl > 50.0,
         "ratio": abs(row["val/ratio"] - 1.0) > 0.1,
         "critic": row.get("val/var_explained", 0.0) < 0.0,
-        "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
-        "no_spread": equal and cfg.reward.fn != "zero",
-        "flat": near and not equal and rollout.extras.dense is None,
-        "alike_groups": ESTIMATORS[cfg.ppo.advantage].needs_groups and alike >= ALIKE
-        and not rollout.extras.sampled and not equal}
-    if (alpha := cfg.ppo.lam_alpha) is not None:
-        present["lambda_zero"] = float((alpha * lengths <= 1).double().mean()) >= 0.5
-    return present, alike
+        "no_spread": equal and cfg.reward.fn != "zero", "flat": flat,
+        "alike_groups": alike >= ALIKE and not rollout.extras.sampled and not equal}
 
 
 def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
@@ -353,9 +348,11 @@ def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str
     Returns:
         the state with its counters, and the sentences to show.
     """
-    length, falling = row["rollout/response_tokens_mean"], None
+    ppo, length, falling = session.cfg.ppo, row["rollout/response_tokens_mean"], None
     first = length if before.first_length is None else before.first_length
-    present_signs, alike = signs(session, rollout, row, first)
+    compares, scores = ESTIMATORS[ppo.advantage].needs_groups, rollout.valid_scores
+    alike = alike_share(rollout, ppo.n) if compares else 0.0
+    present_signs = signs(session, rollout, row, first, scores, alike)
     if state.eval_last is not None and state.eval_step == state.step:
         falling = _falling(state)
         present_signs["held_back"] = falling is not None
@@ -365,15 +362,14 @@ def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str
         at_once = name in FROM_THE_START and health[name] == state.step + 1
         patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE
         if health[name] == patience:
-            why = " (ppo.staleness)" if session.cfg.ppo.staleness else \
+            why = " (ppo.staleness)" if ppo.staleness else \
                 "" if session.sampling.is_policy_distribution else \
                 " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
             messages.append(ADVICE[name].format(
                 kl=row["objective/kl"], n=patience, tokens=session.sampling.max_new_tokens, why=why,
                 reward=rollout.scores[0] if rollout.scores else 0.0, length=length, first=first,
                 ratio=row["val/ratio"], explained=row.get("val/var_explained", 0.0),
-                falling=falling, alike=alike, group=session.cfg.ppo.n,
-                estimator=session.cfg.ppo.advantage, low=min(rollout.valid_scores, default=0.0),
-                high=max(rollout.valid_scores, default=0.0), rollouts="the first rollout" if at_once
-                else f"{patience} rollouts in a row"))
+                falling=falling, alike=alike, group=ppo.n, estimator=ppo.advantage,
+                low=min(scores, default=0.0), high=max(scores, default=0.0),
+                rollouts="the first rollout" if at_once else f"{patience} rollouts in a row"))
     return replace(before, health=health, first_length=first), messages

@@ -22,7 +22,7 @@ from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.rewards.reading import SCORE_END, SCORE_FRONT
 from ppocli.rewards.reward_model import SCORE_MEAN, SCORE_STD
 from ppocli.supervised import supervised_task
-from ppocli.training import build_models, saved_model, task
+from ppocli.training import build_models, checkpoint_writing, task
 
 log = logging.getLogger("ppocli")
 
@@ -87,8 +87,8 @@ class RewardModelTask(supervised_task.SupervisedTask):
         super().__init__(setup, tokenizer, scorer, train, val)
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
-        self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter,
-                                            merges=True)
+        self.saved = checkpoint_writing.SavedModel(
+            loaded.lm, config, None, tokenizer, loaded.adapter, merges=True)
 
     def sequences(self, texts: list[Ids]) -> layout.Sequences:
         """Texts as a forward pass reads them. What predicts the action of each, a token that isn't

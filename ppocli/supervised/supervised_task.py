@@ -25,7 +25,7 @@ from ppocli.errors import PpocliError
 from ppocli.models import kernels, layout, trunk
 from ppocli.models.loading import language_model, model_config
 from ppocli.runs import faults
-from ppocli.training import build_models, optimize, task, updates
+from ppocli.training import build_models, optimize, task
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.state import TrainState
 
@@ -161,8 +161,9 @@ class SupervisedTask(task.Task):
             task.PASSES, f"{section}.micro_batch_size"), shorter="data.max_length")
         self.settings = tasks.updates_of(self.cfg)
         self.resume = DataResume(self)
-        self.trained = updates.prepare(self.backend, module, build_optimizer(module, self.settings),
-                                       self.settings.max_grad_norm)
+        self.trained = optimize.prepare(self.backend, module,
+                                        build_optimizer(module, self.settings),
+                                        self.settings.max_grad_norm)
         self.packs = (self.cfg.data.packing and self.cfg.sft.neftune is None
                       and kernels.takes_packed(module.lm))
 

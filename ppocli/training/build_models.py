@@ -36,8 +36,8 @@ from ppocli.sampling.episode_sampler import EpisodeSampler
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, TransformersSampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.sampling.vllm.vllm_sampler import VllmSampler
+from ppocli.training.checkpoint_writing import SavedModel
 from ppocli.training.resume import fill_module
-from ppocli.training.saved_model import SavedModel
 
 log = logging.getLogger("ppocli")
 

@@ -286,7 +286,8 @@ def save(run: Run) -> None:
                                     versions=run.versions | backend.made_on(task.backend))
 
     checkpoint_writing.save_together(task, state, put)
-    _tidy(run, state)
+    if task.backend.ranks.first:
+        keep_checkpoints(task, run.folder, state)
     run.saved_at = monotonic()
 
 
@@ -310,13 +311,6 @@ def naming_lost_place(run: Run) -> Iterator[None]:
     except Exception:
         check_place(run)
         raise
-
-
-def _tidy(run: Run, saved: TrainState) -> None:
-    """What follows a checkpoint that is on the disk: older ones are pruned, then links moved."""
-    if not run.task.backend.ranks.first:
-        return
-    keep_checkpoints(run.task, run.folder, saved)
 
 
 def keep_checkpoints(task: Task, run: run_folder.RunFolder, state: TrainState) -> None:

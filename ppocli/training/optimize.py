@@ -1,33 +1,200 @@
-"""Phase 2 of a step: the updates that a task has planned."""
+"""Phase 2 of a step: the updates that a task has planned, and how gradients are accumulated and
+applied: in one process, under DDP, or by DeepSpeed ZeRO.
+
+A loss is normalised by the tokens of all ranks, so the only scaling here is the number of ranks,
+which averaging reducers divide by.
+"""
 
 import logging
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, reduce
 from operator import add
 from time import perf_counter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from transformers import get_scheduler
 
 from ppocli.config import tasks
-from ppocli.distributed.backend import to_device
+from ppocli.config.schema_training import SchedulerConfig
+from ppocli.distributed.backend import Backend, to_device
+from ppocli.distributed.deepspeed_internals import local_part
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.passes import in_groups, longest_first
 from ppocli.runs import faults
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict
-from ppocli.training.updates import lr_factor
 
 log = logging.getLogger("ppocli")
 
 GRACE_SECONDS = 20.0
 """SIGTERM lets the phase finish if that takes no longer than this; Ctrl-C always does (whoever
 presses it twice leaves at once)"""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What trains, and how: in one process, or in several that hold everything and average
+    gradients (DDP). The parameters and the optimizer's state change; nothing else does."""
+
+    module: Any
+    """the bare module; parameters that require gradients train"""
+    engine: Any
+    """what accelerate or DeepSpeed wraps it in: forward passes that are to be differentiated"""
+    optimizer: Any
+    """each of its groups has a ``base_lr`` and a ``role``"""
+    backend: Backend
+    max_norm: float | None
+    """gradient norm to clip at"""
+    dropouts: Sequence[torch.nn.Dropout] = ()
+    """those of LoRA, the only ones that are ever on"""
+    decides_first = False
+    """whether an update must be accepted or refused before its last backward pass"""
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulating(self, *, last: bool) -> Any:
+        """Context of one micro-batch; gradients are reduced over ranks in the last one."""
+        return nullcontext() if last else self.backend.accelerator.no_sync(self.engine)
+
+    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
+        """Add the gradient of a loss; one that is not ``accepted`` makes the update be skipped."""
+        world = self.backend.ranks.world
+        scaled = loss * world if world > 1 else loss
+        self.backend.accelerator.backward(scaled if accepted else scaled * float("nan"))
+
+    def attempt(self) -> torch.Tensor:
+        """End an update after its last micro-batch, up to the question whether it is made: clip.
+        Returns the gradient norm over all ranks before clipping, in fp32."""
+        parameters, gradients, all_fp32 = list[torch.Tensor](), list[torch.Tensor](), True
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                gradients.append(parameter.grad)
+                all_fp32 = all_fp32 and parameter.grad.dtype == torch.float32
+        if all_fp32:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = torch.linalg.vector_norm(torch.stack([
+                torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]))
+        if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
+            return norm  # on a GPU the question would wait for it
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+        return norm
+
+    def complete(self) -> float:
+        """Make the update that was attempted, which DeepSpeed must not have refused; returns the
+        first group's rate."""
+        self.optimizer.step()
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def close(self) -> None:
+        """Tear down what would outlive the run."""
+
+    def is_finite(self) -> bool:
+        """Whether every trainable weight is finite; asked before anything is saved."""
+        flags = list[torch.Tensor]()
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                weight = local_part(parameter) if self.backend.zero_stage == 3 else parameter
+                flags.append(torch.isfinite(weight.detach()).all())
+        return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
+
+
+class ZeroTrained(Trained):
+    """DeepSpeed ZeRO 1 to 3. Its accumulation boundary is set explicitly for each micro-batch.
+
+    DeepSpeed leaves weights and optimizer state alone when a gradient is not finite, on all ranks
+    and under every stage, and cleans its buffers up; an update that is refused for other reasons
+    gets such a gradient.
+    """
+
+    decides_first = True
+    """DeepSpeed has reduced, and in part sharded, the gradients as soon as that pass has run"""
+
+    def clear(self) -> None:
+        """As :class:`Trained`; DeepSpeed does so itself."""
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """As :class:`Trained`."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+        if not last:
+            self.engine.step()  # counts the micro-batch; nothing is applied
+
+    def backward(self, loss: torch.Tensor, *, accepted: bool = True) -> None:
+        """As :class:`Trained`."""
+        scaled = loss * self.backend.ranks.world
+        self.engine.backward(scaled if accepted else scaled * float("nan"))
+
+    def attempt(self) -> torch.Tensor:
+        """As :class:`Trained`: DeepSpeed steps now and then knows the norm; a gradient that is not
+        finite changes nothing."""
+        self.engine.step()
+        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
+
+    def complete(self) -> float:
+        """As :class:`Trained`; the step is made already."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def close(self) -> None:
+        """As :class:`Trained`: an engine that is left to the interpreter's exit can abort it."""
+        self.engine.destroy()
+
+
+def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
+            max_norm: float | None) -> Trained:
+    """The module and its optimizer, ready for training on all ranks.
+
+    Args:
+        optimizer: each group has a ``base_lr`` (its rate before any schedule) and a ``role``.
+        max_norm: gradient norm to clip at.
+    """
+    engine, prepared = backend.accelerator.prepare(module, optimizer)
+    module.eval()
+    dropouts = [each for name, each in module.named_modules()
+                if "lora_dropout" in name and isinstance(each, torch.nn.Dropout)]
+    if backend.zero_stage > 0:
+        return ZeroTrained(module, engine, engine.optimizer, backend, max_norm, dropouts)
+    return Trained(module, engine, prepared, backend, max_norm, dropouts)
+
+
+def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
+    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
+    function of that number, so that resuming can't get it wrong.
+
+    Linear warm-up over ``warmup_updates`` (the first update already moves), then ``constant``,
+    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``, or what follows the
+    warm-up in transformers' schedule of another name, put between ``min_lr_ratio`` and 1.
+    """
+    warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    if schedule.name == "constant":
+        return 1.0
+    progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    if schedule.name == "linear":
+        shape = 1.0 - progress
+    elif schedule.name == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
+        made = get_scheduler(schedule.name, of_none, warmup, total_updates,
+                             {**ends, **schedule.kwargs})
+        shape = float(made.lr_lambdas[0](update))
+    return lowest + (1.0 - lowest) * shape
 
 
 def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
@@ -43,28 +210,25 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
             are then between two steps and must not be saved.
     """
     groups, trained, ranks = plan.groups, task.trained, task.backend.ranks
-    schedules = {group["role"]: task.schedule(group["role"])
-                 for group in trained.optimizer.param_groups}
     total_updates, started = task.length.total_updates(task.cfg, state), perf_counter()
     verdicts, first, rows = Counter[Verdict](), dict[str, dict[str, float]](), list[list[float]]()
     made = dict[str, list[dict[str, float]]]()
-    nonfinite, tokens, lr = state.nonfinite, 0, 0.0
+    nonfinite, tokens, lr, names = state.nonfinite, 0, 0.0, (*task.terms, "grad_norm")
     trained.module.train(task.cfg.model.gradient_checkpointing)
     for done, group in enumerate(groups):
         left = (perf_counter() - started) / max(done, 1) * (len(groups) - done)
         if ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
             stop.meet()
         tell(done, len(groups))
-        factors = {role: plan.rate_factors.get(role, 1.0) * lr_factor(
-            schedule, state.updates + verdicts[Verdict.STEP], total_updates)
-                   for role, schedule in schedules.items()}
-        verdict, update_terms, norm, computed = _attempt(task, plan, group, (state.step, done),
-                                                         factors)
+        for part in trained.optimizer.param_groups:
+            part["lr"] = part["base_lr"] * (plan.rate_factors.get(part["role"], 1.0) * lr_factor(
+                task.schedule(part["role"]), state.updates + verdicts[Verdict.STEP], total_updates))
+        verdict, update_terms, norm, computed = _attempt(task, plan, group, (state.step, done))
         # one synchronisation per update: the guards must decide before the weights change
         values = torch.cat([update_terms, norm.reshape(1).to(update_terms)]).tolist()
-        terms = dict(zip((*task.terms, "grad_norm"), values, strict=True))
+        terms = dict(zip(names, values, strict=True))
         if verdict is Verdict.STEP and (verdict := task.judge(terms)) is Verdict.STEP:
-            lr = trained.complete(factors)
+            lr = trained.complete()
             made.setdefault(group.part, []).append(terms)
         verdicts[verdict] += 1
         tokens += computed
@@ -80,12 +244,12 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
             rows.append(values)
     trained.clear()
     trained.module.eval()
-    columns = zip((*task.terms, "grad_norm"), zip(*rows, strict=True), strict=False)
+    means = dict[str, float]()
+    for name, column in zip(names, zip(*rows, strict=True), strict=False):
+        means[name] = max(column) if name in task.maxima else reduce(add, column) / len(column)
     return OptimizeResult(
         verdicts[Verdict.STEP], verdicts[Verdict.SKIP] + verdicts[Verdict.NONFINITE], nonfinite,
-        Verdict.STOP in verdicts, lr,
-        {name: max(column) if name in task.maxima else reduce(add, column) / len(column)
-         for name, column in columns}, int(ranks.sum(torch.tensor(tokens))), first, made)
+        Verdict.STOP in verdicts, lr, means, int(ranks.sum(torch.tensor(tokens))), first, made)
 
 
 def _warn_nonfinite(task: Task, terms: dict[str, float], count: int, step: int) -> None:
@@ -120,31 +284,26 @@ def _merged(task: Task, terms: list[torch.Tensor]) -> torch.Tensor:
     return total if ranks.world == 1 else torch.where(is_max, ranks.max(total), ranks.sum(total))
 
 
-def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int],
-             factors: dict[str, float]) -> tuple[Verdict, torch.Tensor, torch.Tensor, int]:
+def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
+             ) -> tuple[Verdict, torch.Tensor, torch.Tensor, int]:
     """The gradient of one update in place of any before, up to the question whether it becomes a
     step; computed again in smaller passes where memory doesn't suffice.
 
     Args:
         number: of the step, and of the update within it.
-        factors: on the learning rate of each role.
 
     Returns:
         the verdict, :attr:`Verdict.STEP` unless it had to be known before the last backward pass;
-        the terms [len(Task.terms)] of the whole update; the norm of the gradient; and the tokens
+        the terms [len(Task.terms)] and the gradient's norm of the whole update; and the tokens
         computed on this rank.
 
     Raises:
         OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
     """
-    poisoned, passes, world = faults.point("optimize.minibatch"), task.passes, \
-        task.backend.ranks.world
-
-    def work() -> tuple[Verdict, torch.Tensor, int]:
-        task.trained.clear()
-        with _dropout(task, number):
-            return _backward(task, plan, group, poisoned=poisoned)
-
+    passes, world = task.passes, task.backend.ranks.world
+    work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
+    if task.trained.dropouts:
+        work = partial(_with_dropout, task, number, work)
     rows = min(tasks.rows_per_pass(tasks.updates_of(task.cfg)), -(-len(group.rows) // world))
     longest = int(group.tokens.max())
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
@@ -153,31 +312,25 @@ def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
     else:
         verdict, terms, tokens = passes.once("optimize", passes.limit("optimize", rows), longest,
                                              work)
-    norm = task.trained.attempt(factors)
+    norm = task.trained.attempt()
     # a refused gradient was made one that DeepSpeed refuses
     return verdict, terms, norm if verdict is Verdict.STEP else torch.zeros(()), tokens
 
 
-@contextmanager
-def _dropout(task: Task, number: tuple[int, int]) -> Iterator[None]:
-    """A context with the dropout of LoRA on, where there is any: everywhere else it is off.
+def _with_dropout(task: Task, number: tuple[int, int], work: Callable[[], T]) -> T:
+    """What ``work`` returns with the dropout of LoRA on: everywhere else it is off.
 
     What is dropped depends on the seed, the ``number`` of the update and the rank alone, so that a
     resumed run drops the same; the global generators belong to the reward and stay as they are.
     """
-    dropouts = [module for name, module in task.trained.module.named_modules()
-                if "lora_dropout" in name and isinstance(module, torch.nn.Dropout)]
-    if not dropouts:
-        yield
-        return
-    device = task.backend.device
+    device, dropouts = task.backend.device, task.trained.dropouts
     key = np.random.SeedSequence([task.cfg.seed, *number, task.backend.ranks.rank])
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         try:
             for module in dropouts:
                 module.train()
-            yield
+            return work()
         finally:
             for module in dropouts:
                 module.eval()
@@ -186,6 +339,7 @@ def _dropout(task: Task, number: tuple[int, int]) -> Iterator[None]:
 def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool
               ) -> tuple[Verdict, torch.Tensor, int]:
     """Accumulate the gradient of one update; returns as :func:`_attempt`, without the norm."""
+    task.trained.clear()
     trained, parts = task.trained, _micro_batches(task, group)
     verdict, tokens, part_terms = Verdict.STEP, 0, list[torch.Tensor]()
     terms: torch.Tensor | None = None
@@ -205,7 +359,10 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool
                 verdict = task.judge(dict(zip(task.terms, terms.tolist(), strict=True)))
             faults.point("optimize.backward", len(part))
             trained.backward(loss.total, accepted=verdict is Verdict.STEP and not poisoned)
-    return verdict, _merged(task, part_terms) if terms is None else terms, tokens
+    if terms is None:
+        one_part = len(part_terms) == 1 and task.backend.ranks.world == 1
+        terms = part_terms[0] if one_part else _merged(task, part_terms)
+    return verdict, terms, tokens
 
 
 def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,7 +19,7 @@ from ppocli.errors import CheckpointError
 from ppocli.models import sharded_weights
 from ppocli.models.loading.load_adapters import fill_adapter
 from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
-from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
+from ppocli.training import checkpoint_writing, loop, optimizers
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
 from ppocli.training.task import RunLength, Task
 
@@ -137,7 +137,7 @@ def _set_aside_finished(folder: run_folder.RunFolder) -> None:
             log.info("the model of the finished run is now %s", target)
 
 
-def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str, *,
+def fill_module(module: torch.nn.Module, tensors: checkpoint_writing.Tensors, what: str, *,
                 tied_ok: bool = False, where: str = "model.path",
                 fix: str = "resume with the model the run was started with") -> None:
     """Put a checkpoint's tensors in place of a module's, which may be in parts.
@@ -211,7 +211,7 @@ def _restore_optimizer(task: Task, folder: Path) -> None:
                    for slot, (file, key) in slots.items()} for name, slots in saved.items()})
 
 
-def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
+def read_checkpoint(task: Task, folder: Path) -> checkpoint_writing.Tensors:
     """Load weights, modules, optimizer and generators from a verified checkpoint folder. All ranks
     call it in step.
 
@@ -223,7 +223,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     """
     stage, ranks, saved = task.backend.zero_stage, task.backend.ranks, task.saved
     module = task.trained.module
-    weights: saved_model.Tensors = {}
+    weights: checkpoint_writing.Tensors = {}
     for path in sorted((folder / checkpoint_writing.POLICY).glob("*.safetensors")):
         weights |= load_file(path)
     if saved.adapter is None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,9 +145,6 @@ def in_words(seconds: Mapping[str, float], cpu_seconds: Mapping[str, float]) -> 
     shares = ", ".join(f"{name} {value / total:.0%}" for name, value in parts
                        if value >= 0.005 * total)
     return f"{total:.1f} s ({shares}), CPU {sum(cpu_seconds.values()):.1f} s"
-
-
-N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +298,13 @@ class TrainState:
 
     def book(self, spent: Spent, tokens: Mapping[str, int] | None = None) -> TrainState:
         """The state with more time and tokens booked to phases."""
-        return replace(self, seconds=_added(self.seconds, spent.seconds),
-                       cpu_seconds=_added(self.cpu_seconds, spent.cpu_seconds),
-                       tokens=_added(self.tokens, tokens or {}))
-
-
-def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
-    total = dict(sums)
-    for name, value in more.items():
-        total[name] = total[name] + value if name in total else value
-    return total
+        sums: dict[str, Any] = {}
+        for part, more in (("seconds", spent.seconds), ("cpu_seconds", spent.cpu_seconds),
+                           ("tokens", tokens or {})):
+            sums[part] = total = dict(getattr(self, part))
+            for name, value in more.items():
+                total[name] = total[name] + value if name in total else value
+        return replace(self, **sums)
 
 
 def torch_versions() -> dict[str, str]:

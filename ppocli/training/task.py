@@ -12,22 +12,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppocli.config import schema, schema_training, tasks
+from ppocli.config import algorithm, schema, schema_training, tasks
+from ppocli.config.user_classes import build, check_class
+from ppocli.config.user_code import CodeSetting, Kind
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.oom_retry import PassRows
 from ppocli.distributed.stop import StopFlag
+from ppocli.errors import ConfigError
 from ppocli.runs.episode import Sample
-from ppocli.training import saved_model, updates
 from ppocli.training.state import Pace, PhaseClock, TrainState
+
+if TYPE_CHECKING:
+    from ppocli.training.checkpoint_writing import SavedModel
+    from ppocli.training.optimize import Trained
 
 PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
           "scoring": "ppo.micro_batch_size", "scoring of the evaluation": "ppo.micro_batch_size",
           "optimize": "ppo.micro_batch_size"}
 """phase -> the key that decides how many rows one of its passes has"""
+TASK = Kind("function", ConfigError)
+SAMPLER = Kind("class", ConfigError)
+_OURS = {"ppo": "ppo.ppo_task", "sft": "supervised.sft_task",
+         "reward_model": "supervised.reward_model_task"}
+"""task -> its module, which has a function ``build_task``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +93,11 @@ class UpdateGroup:
     rows: torch.Tensor
     """[A] int64 indices into the batch"""
     tokens: torch.Tensor
-    """[A] int64 tokens that a pass over each atom reads; used to balance the ranks and to limit a
-    pass"""
+    """[A] int64 tokens that a pass over each atom reads"""
     counts: torch.Tensor
-    """[A] int64 number of terms that each atom adds to the sums of the loss, for example its
-    trained tokens; 0 adds nothing"""
+    """[A] int64 terms that each atom adds to the sums of the loss, such as its trained tokens"""
     weights: torch.Tensor
-    """[A] fp32 weight of each of these terms in the whole update; normalised over the update, so
-    that neither micro-batches nor ranks change the gradient"""
+    """[A] fp32 weight of each of these terms, normalised over the whole update"""
     epoch: int = 0
     """number of the pass over the batch, from 0"""
     part: str = "all"
@@ -148,8 +157,7 @@ class OptimizeResult:
     tokens: int
     """tokens that went through forward and backward, on all ranks"""
     first: dict[str, dict[str, float]] = field(default_factory=dict)
-    """by :attr:`UpdateGroup.part` the terms of its first update that were finite, before that moved
-    any weight"""
+    """by :attr:`UpdateGroup.part` the terms of its first update that were finite"""
     made: Mapping[str, Sequence[dict[str, float]]] = field(default_factory=dict)
     """by :attr:`UpdateGroup.part` the terms of its updates in order, without skipped ones"""
 
@@ -260,9 +268,9 @@ class Task(ABC):
 
     cfg: schema.TrainConfig
     backend: Backend
-    trained: updates.Trained
+    trained: "Trained"
     """the module whose parameters train, its optimizer, and how gradients become steps"""
-    saved: saved_model.SavedModel
+    saved: "SavedModel"
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
@@ -284,20 +292,11 @@ class Task(ABC):
     @abstractmethod
     def collect(self, state: TrainState, context: StepContext) -> Any:
         """The next batch, anything with a length: the number of planned samples it uses. Changes no
-        state: an interrupted step is collected again and must give the same batch.
-
-        Raises:
-            StopRequested: at a safe point.
-            PpocliError: the data, a reward, memory.
-        """
+        state: an interrupted step is collected again and must give the same batch."""
 
     @abstractmethod
     def plan(self, state: TrainState, batch: Any) -> Plan:
-        """The updates to make from the batch, in order.
-
-        Raises:
-            PpocliError: the batch can't be used; nothing has been trained on it.
-        """
+        """The updates to make from the batch, in order."""
 
     @abstractmethod
     def loss(self, atoms: Any, rows: torch.Tensor, weights: torch.Tensor, group: UpdateGroup
@@ -315,11 +314,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, context: StepContext) -> Evaluation:
-        """Evaluate the current weights; needs no optimizer and trains nothing.
-
-        Raises:
-            StopRequested: at a safe point.
-        """
+        """Evaluate the current weights; trains nothing."""
 
     def judge(self, terms: dict[str, float]) -> Verdict:
         """Decide whether an update with these terms is made, before it changes anything; log why
@@ -372,3 +367,32 @@ class Task(ABC):
 
     def close(self) -> None:  # noqa: B027 - may be left
         """Release what the task has built in addition to ``trained``."""
+
+
+def check_own_classes(cfg: schema.TrainConfig) -> None:
+    """Import a task and a sampler of the user's own, before anything else is loaded.
+
+    Raises:
+        ConfigError: an import path leads nowhere, or a class lacks methods or has them otherwise
+            than they are called.
+    """
+    if tasks.task_name(cfg) not in _OURS:
+        check_class(CodeSetting(str(cfg.task.fn), "task.fn", TASK), Task)
+    if cfg.rollout.engine not in algorithm.OUR_ENGINES:
+        from ppocli.sampling.sampler import Sampler
+
+        check_class(CodeSetting(cfg.rollout.engine, "rollout.engine", SAMPLER), Sampler)
+
+
+def build_task(setup: TaskSetup) -> Task:
+    """The task: one of ours, or the result of calling ``task.fn`` with the setup and
+    ``task.kwargs``.
+
+    Raises:
+        ConfigError: the import path doesn't exist, or what it names doesn't return a task.
+        PpocliError: the task's own inputs are unusable.
+    """
+    if (ours := _OURS.get(tasks.task_name(setup.cfg))) is not None:
+        return import_module(f"ppocli.{ours}").build_task(setup)
+    return build(CodeSetting(str(setup.cfg.task.fn), "task.fn", TASK), Task, setup,
+                 key="task.kwargs", kwargs=setup.cfg.task.kwargs)

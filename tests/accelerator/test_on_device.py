@@ -20,7 +20,7 @@ from simulated import OnDevice
 
 from ppocli.launch.start import Start
 from ppocli.launch.worker import run_worker
-from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.step import to_experience
 from ppocli.runs.run_folder import write_config
 

@@ -13,7 +13,7 @@ from helpers import mostly_slow
 from sessions import count_letters, fresh_state, optimize, session_of, small_config
 from simulated import MixedDevicesError
 
-from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.step import collect_rollout, to_experience
 from ppocli.sampling.decode_state import DecodeState
 from ppocli.sampling.decoding import CHECK_EVERY

@@ -23,8 +23,7 @@ from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.optimizers import named_trainable
 from ppocli.training.state import PhaseClock, TrainState
-from ppocli.training.task import PythonObjects, StepContext, TaskSetup
-from ppocli.training.task_registry import build_task
+from ppocli.training.task import PythonObjects, StepContext, TaskSetup, build_task
 
 
 def main(config: str, out: str) -> None:

@@ -27,9 +27,9 @@ from ppocli.config.schema import TrainConfig
 from ppocli.distributed.backend import open_ranks
 from ppocli.distributed.stop import StopFlag
 from ppocli.models.sharded_weights import gathered, optimizer_slots
-from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import Rollout
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.rollout_sources import collect_differing
 from ppocli.ppo.session import PythonObjects, Session, build_session
 from ppocli.ppo.step import to_experience

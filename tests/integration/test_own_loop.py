@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ppocli import PPOTrainer, load_run
 from ppocli.config.config_yaml import read_config
 from ppocli.errors import CheckpointError, ConfigError, RewardError
+from ppocli.ppo.policy_samples import share_of_prompts
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
@@ -68,7 +69,7 @@ def test_a_loop_gives_the_numbers_of_the_command(by, quick: Path, tmp_path: Path
         while not trainer.done:
             if by == "ids":  # the same prompts, handed in by the loop
                 start = trainer.steps * 16
-                batch = session.share_of_prompts(start, 16)[0]
+                batch = share_of_prompts(session, start, 16)[0]
                 rows = zip(batch.tokens, batch.mask, strict=True)
                 batch = trainer.generate([ids[mask] for ids, mask in rows])
             else:

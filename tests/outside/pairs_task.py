@@ -13,8 +13,9 @@ from torch import nn
 from ppocli.distributed.oom_retry import PassRows
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.tokenizer import load_tokenizer
+from ppocli.training.checkpoint_writing import SavedModel
+from ppocli.training.optimize import prepare
 from ppocli.training.optimizers import build_optimizer
-from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import (
     PASSES,
     Evaluation,
@@ -25,7 +26,6 @@ from ppocli.training.task import (
     TaskSetup,
     UpdateGroup,
 )
-from ppocli.training.updates import prepare
 
 
 class Scorer(nn.Module):

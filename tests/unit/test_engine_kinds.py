@@ -31,6 +31,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.experience import update_moments
+from ppocli.ppo.policy_samples import share_of_prompts
 from ppocli.ppo.step import to_experience
 from ppocli.ppo.step_metrics import optimize_figures
 
@@ -190,7 +191,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl
 def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):
     with session_of(grouped(tmp_path, "grpo")) as session:
         rollout = rollout_of(session)
-        part = session.share_of_prompts(6, 5)[0]
+        part = share_of_prompts(session, 6, 5)[0]
         single = session_of(small_config(tmp_path))
     prompts = rollout.prompts.texts
     assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
@@ -199,7 +200,7 @@ def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):
     assert all(len(set(rollout.responses[i:i + 4])) > 1 for i in range(0, 16, 4))
     assert part.texts == prompts[6:11]
     with single as other:  # the order of prompts is the one without groups, position by position
-        assert other.share_of_prompts(0, 4)[0].texts == prompts[::4]
+        assert share_of_prompts(other, 0, 4)[0].texts == prompts[::4]
 
 
 def test_what_is_left_to_the_estimator(tmp_path):

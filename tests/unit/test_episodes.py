@@ -26,8 +26,8 @@ from ppocli.environments.env_calls import Calls
 from ppocli.models.kernels import use_kernels
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
-from ppocli.ppo.records import PPOState
-from ppocli.ppo.rollout import sample_policy
+from ppocli.ppo.experience import PPOState
+from ppocli.ppo.policy_samples import sample_policy
 from ppocli.ppo.step import to_experience
 from ppocli.ppo.step_metrics import episode_figures, rollout_samples
 from ppocli.runs.episode import Episode, Turn, turn_numbers

@@ -124,7 +124,7 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
         rollout = rollout_of(session)
         experience = experience_of(session)
         spans = experience.sequences.lengths - 1
-        assert len(experience.extras.frozen_states) == len(experience) < len(rollout)
+        assert len(experience.extras.frozen_states) == len(experience.sequences) < len(rollout)
         assert [len(state) for state in experience.extras.frozen_states] == spans.tolist()
 
 

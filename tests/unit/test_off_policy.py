@@ -14,19 +14,18 @@ from sessions import (
     gradients,
     hand_rollout,
     idle_context,
-    own_logprobs,
     rollout_of,
     session_of,
     small_config,
 )
-from test_ppo_advantages import naive_gae
 from test_ppo_losses import loss_of
 
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
-from ppocli.ppo.off_policy import CRITERIA, accepted, importance_weights
+from ppocli.ppo.advantages import CRITERIA, accepted_tokens, importance_weights
+from ppocli.ppo.experience import PPOState
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import PPOState, Rollout, RolloutExtras
+from ppocli.ppo.rollout import Rollout, RolloutExtras
 from ppocli.ppo.step import plan_updates, to_experience, update_of
 from ppocli.ppo.step_metrics import gap_figures
 from ppocli.sampling.sampler import DecodeSampler
@@ -81,7 +80,7 @@ def test_rejection_against_a_naive_loop(name):
     mask = mask_of([len(row) for row in gaps], 7)
     bound = [0.7, 1.3] if name.endswith("k1") else 0.1
     low, high = (math.log(0.7), math.log(1.3)) if name.endswith("k1") else (-math.inf, 0.1)
-    found = accepted(tensor, mask, {name: bound})
+    found = accepted_tokens(tensor, mask, {name: bound})
     wanted = naively_accepted(gaps, name, low, high)
     assert [row[kept].tolist() for row, kept in zip(found, mask, strict=True)] == wanted
     assert not found[~mask].any()
@@ -90,10 +89,10 @@ def test_rejection_against_a_naive_loop(name):
 
 def test_all_criteria_have_to_be_met_and_one_ratio_bounds_both_sides():
     gap = torch.tensor(RATIOS).log()
-    assert accepted(gap, MASK, {"token_k1": 2.5}).tolist() == [[True, False, False],
+    assert accepted_tokens(gap, MASK, {"token_k1": 2.5}).tolist() == [[True, False, False],
                                                                [True, True, False]]
     both = {"token_k1": 2.5, "seq_sum_k1": [1.0, 5.0]}  # the products are 8 and 2.25
-    assert accepted(gap, MASK, both).tolist() == [[False] * 3, [True, True, False]]
+    assert accepted_tokens(gap, MASK, both).tolist() == [[False] * 3, [True, True, False]]
 
 
 def test_weights_are_of_the_policy_loss_alone():
@@ -305,59 +304,3 @@ def test_corrected_gradients_do_not_depend_on_the_micro_batch(tmp_path):
     wanted = -math.fsum(w * float(plan.atoms.advantages[at]) for at, w in zip(
         kept, weight, strict=True)) / len(kept)
     assert told["policy"] == pytest.approx(wanted, rel=1e-4)
-
-
-def test_single_rollouts_with_a_critic_and_dropped_weights_against_a_naive_loop(tmp_path):
-    """SAO (arXiv 2607.07508) as a whole: one response a prompt that an earlier policy drew, its
-    ratio to that policy, weights of 0 outside of [0.8, 1.3], a critic with a rate of its own and
-    fixed attention that alone learns in the first step; in float64 by transformers' own passes."""
-    cfg = small_config(
-        tmp_path, ppo__staleness=1, ppo__old_logprobs="sampler", ppo__policy_loss="dis",
-        ppo__cliprange=0.2, ppo__cliprange_high=0.3, ppo__critic_warmup_steps=1, ppo__num_steps=4,
-        ppo__optimizer__value_lr=2e-3, ppo__lam=0.9, ppo__lam_value=1.0, ppo__gamma=0.98,
-        ppo__whiten_advantages=False, ppo__optimizer__lr=3e-3, model__value__kind="model",
-        model__value__freeze_attention=True)
-    with session_of(cfg) as session:
-        policy = session.policy
-        before, moved, policies, made = copy.deepcopy(policy.state_dict()), [], [], []
-        for step in made_steps(PPOTask(session), 4):
-            made.append(step)
-            moved.append({name for name, now in policy.state_dict().items()
-                          if not torch.equal(now, before[name])})
-            policies.append(copy.deepcopy(policy.lm))
-        batch, plan = made[-1]
-        found, terms = gradients(session, plan.atoms)
-        lm = copy.deepcopy(policy.lm).double()
-    rates = {group["role"]: group["base_lr"] for group in session.trained.optimizer.param_groups}
-    assert rates == {"policy": 3e-3, "value": 2e-3}
-    assert moved[1]
-    assert all(name.startswith("value_") for name in moved[1])
-    assert any(name.startswith("lm.") for name in moved[2])
-    assert not any("attn" in name and name.startswith("value_") for name in moved[2])
-
-    loss, count, outside = torch.zeros((), dtype=torch.float64), 0, 0
-    for i, score in enumerate(batch.scores):
-        reference, sampler = (own_logprobs(policies[k], batch, i) for k in (0, 2))
-        ids = batch.response_tokens[i][batch.response_mask[i]]
-        prompt = batch.prompts.tokens[i][batch.prompts.mask[i]]
-        now = torch.log_softmax(lm(input_ids=torch.cat([prompt, ids])[None]).logits[0], -1)
-        logprobs = now[len(prompt) - 1:-1].gather(-1, ids[:, None])[:, 0]
-        values = batch.values[i, :len(ids)].double().tolist()
-        rewards = (-cfg.ppo.init_kl_coef * (sampler - reference)).tolist()
-        rewards[-1] += score
-        gains, learnt = (naive_gae([rewards], [values], [len(ids)], 0.98, lam)[0]
-                         for lam in (0.9, 1.0))
-        for t in range(len(ids)):
-            assert float(plan.atoms.returns[i, t]) == pytest.approx(learnt[t] + values[t], abs=1e-4)
-            ratio = math.exp(float(logprobs[t].detach() - sampler[t]))
-            inside = 0.8 <= ratio <= 1.3
-            outside += not inside
-            loss = loss - (ratio if inside else 0.0) * gains[t] * logprobs[t]
-            count += 1
-    assert 0 < outside < count
-    (loss / count).backward()
-    assert terms["policy"] == pytest.approx(float(loss.detach()) / count, rel=1e-4)
-    assert terms["policy_clipfrac"] == pytest.approx(outside / count)
-    for name, parameter in lm.named_parameters():
-        torch.testing.assert_close(found[f"lm.{name}"].double(), parameter.grad, rtol=1e-3,
-                                   atol=2e-6)

@@ -8,8 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from ppocli.ppo.losses import AGGREGATIONS, LossOptions, ppo_loss, token_weights
-from ppocli.ppo.shaping import SAMPLED_ESTIMATORS
+from ppocli.ppo.losses import AGGREGATIONS, SAMPLED_ESTIMATORS, LossOptions, ppo_loss, token_weights
 
 
 def loss_of(**over):

@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from ppocli.config.schema_training import SchedulerConfig
-from ppocli.ppo.shaping import (
-    RunningMoments,
-    adapt_kl_coef,
-    kl_per_token,
-    masked_mean,
-    whiten,
-)
+from ppocli.ppo.losses import RunningMoments, adapt_kl_coef, kl_per_token, masked_mean, whiten
 from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, uniform
-from ppocli.training.updates import lr_factor
+from ppocli.training.optimize import lr_factor
 
 # --- whitening -------------------------------------------------------------------------------
 

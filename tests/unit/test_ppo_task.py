@@ -21,9 +21,9 @@ from sessions import (
 
 from ppocli.config.schema import TrainConfig
 from ppocli.distributed.stop import StopFlag
-from ppocli.ppo.experience import after_pretraining, explained_variance, next_kl_coef, sequence_kl
+from ppocli.ppo.experience import PPOState, after_step, explained_variance
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import PPOState, Rollout
+from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.step import plan_updates, to_experience, update_of
 from ppocli.ppo.step_metrics import optimize_figures, watch
 from ppocli.training.loop import _better
@@ -66,8 +66,12 @@ def two_responses() -> Rollout:
 
 
 def test_the_kl_of_a_sequence_is_the_sum_over_its_tokens():
-    assert sequence_kl(two_responses()) == pytest.approx(0.55)
-    assert np.isnan(sequence_kl(replace(two_responses(), has_reference=False)))
+    assert two_responses().sequence_kl == pytest.approx(0.55)
+    assert np.isnan(replace(two_responses(), has_reference=False).sequence_kl)
+
+
+def next_kl_coef(state: PPOState, rollout: Rollout, cfg: TrainConfig) -> float:
+    return after_step(state, rollout, to_experience(rollout, state, cfg), cfg, 1).kl_coef
 
 
 def test_the_controller_is_fed_that_sum():
@@ -191,7 +195,7 @@ def test_pretraining_ends_when_the_returns_are_explained_or_the_steps_are_made(t
                                         (0.49, same, 1, None), (0.51, found, 3, 3)):
         cfg.ppo.value_pretrain_until = until
         caplog.clear()
-        after = after_pretraining(state, experience, cfg.ppo, step)
+        after = after_step(state, rollout, experience, cfg, step)
         assert after.pretrained_at == at
         assert ("explains 0.500 of the variance" in caplog.text) == (at is not None)
         assert PPOState.from_json(after.to_json()) == after
@@ -310,7 +314,6 @@ EVALUATED = {"eval_before": {"reward_mean": 0.5, "metrics/truth": 0.8}, "eval_st
     ({"val/ratio": 0.8}, {}, r"\(0.80\)", 3), ({"val/ratio": 1.05}, {}, None, 12),
     ({"val/var_explained": -0.01}, {}, "explains less than the mean would for 10 steps", 10),
     ({"val/var_explained": math.nan}, {}, None, 12),
-    ({"rollout/rejected_tokens": 0.95}, {}, "more than nine of ten tokens for 3 steps", 3),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.7}},
      "reward rises while metrics/truth falls", 3),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.79}}, None, 12),

@@ -23,11 +23,12 @@ from test_sft_task import ROWS, own_loss
 
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import PpocliError
-from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.ppo_task import PPOTask, with_examples
 from ppocli.ppo.step import plan_updates
 from ppocli.supervised.supervised_task import read_mixed_in
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
+from ppocli.training.task import Plan
 
 COEF = 0.7
 
@@ -42,6 +43,11 @@ def mixed(folder: Path, kind: str = "gpt2", **keys: Any) -> Any:
         "ppo__ptx__coef": COEF, "ppo__ptx__data__path": str(path), "ppo__ptx__mini_batch_size": 5,
         "ppo__ptx__data__shuffle": False, "generation__temperature": 0.7, "ppo__ppo_epochs": 2,
         "hardware__gemm": "default", **keys})
+
+
+def plan_of(session: Any, experience: Any, step: int = 0, first: int = 0) -> Plan:
+    """The updates with the examples of the stream from ``first`` on."""
+    return with_examples(session, plan_updates(session, experience, step), first)
 
 
 def ppo_by_hand(policy: Any, experience: Any, rows: list[int], vf_coef: float) -> torch.Tensor:
@@ -71,7 +77,7 @@ def ppo_by_hand(policy: Any, experience: Any, rows: list[int], vf_coef: float) -
 def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, keys):
     with session_of(mixed(tmp_path, kind, **keys)) as session:
         experience = experience_of(session)
-        plan = plan_updates(session, experience, 0)
+        plan = plan_of(session, experience)
         group = plan.groups[1]  # examples 5 to 9 of 7 rows, in their own order
         places = [5, 6, 0, 1, 2]
         exact = copy.deepcopy(session.policy).double()
@@ -79,8 +85,9 @@ def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, 
         nll = total / count
         loss, whole = COEF * nll, kind == "gpt2" and "model__value__kind" not in keys
         if whole:
+            count = len(experience.sequences)
             loss = loss + ppo_by_hand(exact, experience, [
-                int(i) for i in group.rows if i < len(experience)], session.cfg.ppo.vf_coef)
+                int(i) for i in group.rows if i < count], session.cfg.ppo.vf_coef)
         loss.backward()
         wanted = grads_of(exact)
         for size in (1, 3, None):
@@ -89,7 +96,7 @@ def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, 
             found = grads_of(session.policy)
             if not whole:  # what PPO itself adds is what is there without examples
                 session.cfg.ppo.ptx.coef = 0.0
-                alone = plan_updates(session, experience, 0)
+                alone = plan_of(session, experience)
                 backward(PPOTask(session), alone, alone.groups[1])
                 own = grads_of(session.policy)
                 session.cfg.ppo.ptx.coef = COEF
@@ -114,7 +121,7 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
         experience = experience_of(session)
 
         def texts(step: int) -> list[int]:
-            plan = plan_updates(session, experience, step, 20 * step)
+            plan = plan_of(session, experience, step, 20 * step)
             assert [group.kinds is None for group in plan.groups] == [True] * 2 + [False] * 4
             rows = [int(i) - 16 for group in plan.groups[2:] for i in group.rows[:5]]
             assert rows == list(range(20))
@@ -127,7 +134,7 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
         assert texts(1) == endless[20:40]
         # switched off, the updates are those of a run without examples
         cfg.ppo.ptx.coef = 0.0
-        off = plan_updates(session, experience, 0)
+        off = plan_of(session, experience)
         assert off.atoms.extras.examples is None
         assert all(group.kinds is None for group in off.groups)
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
-from ppocli.ppo.reward_calls import joined
+from ppocli.ppo.policy_samples import joined
 from ppocli.rewards.reward_model import RewardModel, StepRewardModel
 from ppocli.rewards.reward_records import RewardRequest, decode_request, encode_request
 from ppocli.rewards.scoring import build_reward

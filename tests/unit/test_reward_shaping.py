@@ -10,9 +10,9 @@ from runs import words
 from sessions import hand_rollout as rollout_of
 
 from ppocli.config.schema import RewardConfig, TrainConfig
-from ppocli.ppo.experience import penalties_of, shaped_scores, update_moments
-from ppocli.ppo.records import PPOState, Rollout, RolloutExtras
-from ppocli.ppo.shaping import RunningMoments, overlong_penalties
+from ppocli.ppo.experience import PPOState, penalties_of, shaped_scores, update_moments
+from ppocli.ppo.losses import RunningMoments, overlong_penalties
+from ppocli.ppo.rollout import Rollout, RolloutExtras
 from ppocli.ppo.step import to_experience
 from ppocli.ppo.step_metrics import rollout_samples
 from ppocli.runs.episode import Episode

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
-from ppocli.ppo.reward_calls import in_steps, joined
+from ppocli.ppo.policy_samples import in_steps, joined
 from ppocli.rewards.reward_records import RewardRequest, ends_of_steps, step_texts
 from ppocli.rewards.scoring import build_metric, build_reward
 from ppocli.sampling.samples import decode_responses, places_of_ends

@@ -9,9 +9,8 @@ from sessions import planned, session_of, small_config
 from ppocli.config.algorithm import steers_rate
 from ppocli.config.schema_training import PPOConfig
 from ppocli.distributed.stop import StopFlag
-from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.records import PPOState
-from ppocli.ppo.step_size import next_rate, step_kl
+from ppocli.ppo.experience import PPOState
+from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 
@@ -25,7 +24,8 @@ from ppocli.training.optimize import optimize
     ([0.5, 1.5], 1.0 / 0.5 ** 1.5),
     ([0.2, 0.1], 0.0), ([0.4], 0.0), ([], 0.0)])
 def test_the_kl_of_a_step_by_hand(kls, expected):
-    assert step_kl(kls) == pytest.approx(expected)
+    updates = [{"approx_kl": kl - 0.1, "ratio": 1.1} for kl in kls]
+    assert kl_of_updates(updates, 2.0) == pytest.approx(2 * expected)
 
 
 @pytest.mark.parametrize(("rate", "kl", "target", "expected"), [
@@ -55,10 +55,10 @@ def test_a_run_begins_with_a_tenth_of_its_rate_and_follows_the_kl(tmp_path):
     cfg = small_config(tmp_path, ppo__step_kl=0.01, ppo__num_steps=4, ppo__scheduler__name="linear")
     with session_of(cfg) as session:
         (first, result, row), (second, later, _) = steps_of(session, 2)
-    kls = [terms["approx_kl"] + terms["ratio"] - 1.0 for terms in result.made["all"]]
-    assert (first, len(kls)) == (0.1, 8)
-    moved = row["rollout/response_tokens_mean"] * step_kl(kls)
+    moved = kl_of_updates(result.made["all"], row["rollout/response_tokens_mean"])
+    assert (first, len(result.made["all"])) == (0.1, 8)
     assert row["policy/step_kl"] == pytest.approx(moved)
+    assert moved > 0
     assert second == pytest.approx(next_rate(0.1, moved, 0.01))
     # the last of a step's updates, of 32 in a rate that falls linearly
     assert result.lr == pytest.approx(1e-3 * 0.1 * (1 - 7 / 32))

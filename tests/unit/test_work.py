@@ -18,9 +18,8 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
-from ppocli.ppo.policy_evaluation import evaluate, evaluation_size
-from ppocli.ppo.records import Rollout
-from ppocli.ppo.rollout import generate_chunks, measure_chunk
+from ppocli.ppo.policy_samples import evaluate, evaluation_size, generate_chunks, share_of_prompts
+from ppocli.ppo.rollout import Rollout, measure_chunk
 from ppocli.ppo.step import collect_rollout, to_experience
 from ppocli.sampling.decoding import SHRINK_AT
 from ppocli.training.state import Moment, PhaseClock
@@ -285,7 +284,7 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         optimize(session, experience)  # the optimizer's state is made
         updating = peak_of(lambda: optimize(session, experience))
         chunk, = generate_chunks(session, session.context(), session.policy, session.sampling,
-                                 *session.share_of_prompts(0, 16))
+                                 *share_of_prompts(session, 0, 16))
         scoring = peak_of(lambda: measure_chunk(
             session, session.context(), session.policy, chunk, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
