@@ -10,13 +10,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-
-import torch
-from safetensors.torch import save_file
 
 from ppocli.distributed import backend, launchers
 from ppocli.distributed.stop import StopFlag
@@ -25,7 +22,7 @@ from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing
 from ppocli.training.optimize import diverged, optimize
 from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
-from ppocli.training.task import Evaluation, Plan, StepContext, Task
+from ppocli.training.task import Evaluation, StepContext, Task
 
 if TYPE_CHECKING:
     from ppocli.publish.console import Display
@@ -148,7 +145,7 @@ def learn(run: Run, batch: Any) -> None:
         if not task.trained.is_finite():
             raise diverged(task, f"The policy's weights became non-finite in step {step}.")
     except DivergedError as error:
-        error.where = _dump(run, batch, plan, step)
+        error.where = _dump(run, batch, step)
         raise
     run.clock.mark("optimize")
     finished = task.finish(state, batch, plan, result)
@@ -180,17 +177,11 @@ def commit(run: Run, state: TrainState) -> None:
     run.state = replace(state, generators=Generators.now(run.task.backend.device))
 
 
-def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
-    """Save the data on which the run diverged, for finding the cause; returns the folder."""
+def _dump(run: Run, batch: Any, step: int) -> str | None:
+    """Save the samples on which the run diverged, for finding the cause; returns the folder."""
     target, task = run.folder.nonfinite_dump / f"step-{step:06d}", run.task
 
     def write(folder: Path) -> None:
-        """The tensors of the plan's records, and one JSON line per sample."""
-        atoms = plan.atoms
-        records = [one for one in (atoms, getattr(atoms, "sequences", None)) if is_dataclass(one)]
-        save_file({f.name: value.cpu().contiguous() for one in records for f in fields(one)
-                   if isinstance(value := getattr(one, f.name), torch.Tensor)},
-                  folder / "experience.safetensors")
         with run_logs.JsonlWriter(folder / "samples.jsonl") as lines:
             lines.append(task.sample_rows(batch, step))
 

@@ -29,8 +29,6 @@ def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command
     assert not (folder / "model").exists()
     dump = folder / "nonfinite-dump/step-000003"
     assert str(dump) in ended.err
-    tensors = load_file(dump / "experience.safetensors")
-    assert len(tensors["advantages"]) == 12
     assert [row["episode"] for row in jsonl(dump / "samples.jsonl")] == list(range(24, 36))
     # the fault gone, the run goes on from there
     inject("")
