@@ -91,13 +91,6 @@ class Waiting(Words):
         await asyncio.sleep(30)
 
 
-class Blocking(Words):
-    """Async, but never awaits."""
-
-    async def step(self, response, rng):
-        time.sleep(0.4)
-
-
 class Garbage(Failing):
     trouble = "garbage"
 

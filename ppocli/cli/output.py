@@ -222,8 +222,6 @@ def code_of(run: Callable[[], object]) -> int:
     try:
         run()
         result_stream().flush()
-        if guard := sys.modules.get("ppocli.rewards.guard"):
-            guard.check_threads()
     except PpocliError as error:
         if os.environ.get("PPOCLI_DEBUG", "") not in ("", "0"):
             complain(traceback.format_exc().rstrip())
@@ -284,9 +282,6 @@ def leave(code: int) -> NoReturn:
             # Python would try to write the buffer again at shutdown, and print an error
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    guard = sys.modules.get("ppocli.rewards.guard")
-    if guard and guard.unended_threads(guard.LAST_WAIT):
-        os._exit(code)  # Python would wait for these threads for ever
     sys.exit(code)
 
 

@@ -15,7 +15,6 @@ from ppocli.config import extras
 from ppocli.distributed import host_memory
 from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, InputError, StoppedError
-from ppocli.rewards.http_client import from_environment
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -48,6 +47,8 @@ def serve_reward(
       ppocli train +recipe=quickstart reward=null reward.fn=http \\
           reward.kwargs.url=http://127.0.0.1:8123/score
     """
+    from ppocli.rewards.remote import from_environment
+
     ignore_broken_pipes()  # whoever has read the address may be gone
     cfg = _reward_config(overrides or [])
     token = None if token_env is None else from_environment(
@@ -169,7 +170,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
     from ppocli.rewards import serving
-    from ppocli.rewards.http_client import is_loopback
+    from ppocli.rewards.remote import is_loopback
 
     port = server.port
     open_to_all = host in ("0.0.0.0", "::")

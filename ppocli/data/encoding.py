@@ -14,7 +14,7 @@ from ppocli.config.text import counted, printable
 from ppocli.data.chat_text import Piece, chat_pieces, note_count, note_tools
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
-from ppocli.data.tokens import token_ids_of, tokens_around
+from ppocli.data.prompt_set import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 
 SHOWN = 3
@@ -59,7 +59,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
                     ) -> Examples:
     """Tokenise examples, mark the tokens to train on, and cut long ones at the end.
 
-    A prompt is tokenised as for PPO (:func:`ppocli.data.tokens.encode`): with BOS in front if the
+    A prompt is tokenised as for PPO (:func:`ppocli.data.prompt_set.encode`): with BOS if the
     tokenizer adds it, without if a chat template rendered the text. Prompt and response are
     tokenised as one text unless that would join them in one token. A response or text is followed
     by the EOS token unless it ends in it; a turn of a conversation ends as its template says.

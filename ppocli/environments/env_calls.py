@@ -1,8 +1,10 @@
 """Calls of environments: several at a time, with a time limit and retries, and checks of their
-results. Errors name episode, turn, file and line."""
+results, whose errors name episode, turn, file and line; and observations as token ids, appended to
+a context. Nothing is tokenised again: the policy's turns keep the ids that it sampled."""
 
 import asyncio
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,14 +17,20 @@ import numpy as np
 from ppocli.config.schema import EnvConfig
 from ppocli.config.text import error_line, error_text, raised_at, short_path
 from ppocli.config.user_code import shorten
+from ppocli.data.chat_text import rendered_chat
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.registry import EnvironmentClass
-from ppocli.environments.wording import escape_surrogates, is_observation
-from ppocli.errors import RewardError
-from ppocli.rewards import guard
+from ppocli.errors import InputError, RewardError
+from ppocli.rewards.calls import STOPS, torch_modes_kept
 from ppocli.runs.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.runs.episode import Step
 from ppocli.sampling.token_choice import ROLLOUT, USER
+
+log = logging.getLogger("ppocli")
+
+_QUESTION = [{"role": "user", "content": "a question"}]
+_ANSWER = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
+_FOLLOW_UP = [{"role": "user", "content": "more"}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ class Calls:
             RewardError: one failed, and ``env.on_error`` is ``stop``.
         """
         make = partial(self._tried, stream=stream)
-        with guard.contained(self.what.label, "env.fn", lambda: f"{len(calls)} calls"):
+        with torch_modes_kept(self.what.label, "env.fn", lambda: f"{len(calls)} calls"):
             if self.what.waits:
                 outcomes = self._together(calls, stream)
             elif self.cfg.workers > 1 and len(calls) > 1:
@@ -104,29 +112,11 @@ class Calls:
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
-        answered = 0
-
-        async def one(call: Called) -> Answered:
-            nonlocal answered
-            outcome = await self._awaited(call, stream)
-            answered += 1
-            return outcome
-
         async def together() -> list[Answered]:
-            return list(await asyncio.gather(*map(one, calls)))
+            return list(await asyncio.gather(*(self._awaited(call, stream) for call in calls)))
 
-        # each call has a limit of its own; one that never awaits would block all others
-        limit, before = self.cfg.timeout, 0
-        seconds = None if limit is None else 2 * (1 + self.cfg.retries) * limit
         begun = in_loop(together(), "environments")
         try:
-            while not wait([begun], seconds).done:
-                if answered == before:
-                    raise RewardError(
-                        f"{self.what.label} is async and awaits nothing: {len(calls) - answered} "
-                        f"calls are {CallTimeoutError(limit)}.", where="env.timeout",
-                        fix="await what waits, or make reset and step plain methods")
-                before = answered
             return begun.result()
         except BaseException:
             begun.cancel()
@@ -171,12 +161,12 @@ class Calls:
             return as_step(result)
         if not is_observation(result):
             raise TypeError(f"reset returned {shorten(repr(result))}, neither text nor messages")
-        return escape_surrogates(result)
+        return result
 
     def _failure(self, call: Called, error: BaseException, left: int) -> Answered | None:
         """The outcome of a call that failed; None to try again. A call past its time limit isn't
         tried again, since it may still be running."""
-        if not guard.is_own_error(error):
+        if isinstance(error, STOPS):
             raise error
         if left and not isinstance(error, CallTimeoutError):
             return None
@@ -203,7 +193,7 @@ class Calls:
             else:
                 rng.bit_generator.state = state
         if inspect.isawaitable(result) and not what.waits:
-            result = awaited(_awaited(result), "environments")
+            result = awaited(_then(result), "environments")
         return environment, result
 
     def _limited(self, work: Callable[[], Any]) -> Any:
@@ -236,11 +226,7 @@ def reset_arguments(prompts: PromptSet | PromptBatch, place: int) -> dict[str, A
             "messages": prompts.messages[place] if prompts.messages else None}
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-async def _then(result: Any, work: Callable[[], None]) -> Any:
+async def _then(result: Any, work: Callable[[], None] = lambda: None) -> Any:
     """The value of an awaitable, after which ``work`` is called."""
     value = await result
     work()
@@ -255,7 +241,7 @@ def as_step(result: Any) -> Step:
     """
     if isinstance(result, (tuple, list)) and len(result) == 3:
         result = Step(*result)
-    if not all(hasattr(result, name) for name in ("observation", "reward", "done")):
+    if not isinstance(result, Step):
         raise TypeError(f"step returned {shorten(repr(result))}, not a Step or "
                         "(observation, reward, done)")
     if isinstance(result.done, str):  # "False" is true
@@ -263,12 +249,150 @@ def as_step(result: Any) -> Step:
     reward = float(result.reward)
     if not math.isfinite(reward) or abs(reward) > 3e38:
         raise ValueError(f"the reward is {reward:g}, which is no finite number")
-    observation = result.observation
-    if not is_observation(observation):
-        raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
+    if not is_observation(result.observation):
+        raise TypeError(f"the observation is {shorten(repr(result.observation))}, neither text nor "
                         "messages")
-    failed = getattr(result, "failed", None)
+    failed: Any = result.failed
     if isinstance(failed, BaseException):
         failed = error_line(failed)
-    return Step(escape_surrogates(observation) or None, reward, bool(result.done),
-                None if failed in (None, False) else escape_surrogates(str(failed)))
+    return Step(result.observation or None, reward, bool(result.done),
+                None if failed in (None, False) else str(failed))
+
+
+# Observations -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """Text of an environment in a context."""
+
+    ids: list[int]
+    text: str = ""
+    messages: tuple[Any, ...] = ()
+    """the text's messages, if a chat template rendered them; of an opening also the prompt's"""
+
+
+class PlainWords:
+    """Observations as plain text, without a chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def opening(self, prompt: list[int], messages: Any, observation: Any
+                ) -> tuple[list[int], RenderedText]:
+        """The prompt's ids and what ``reset`` adds to them."""
+        return prompt, self.between(observation)
+
+    def between(self, observation: Any, *, ended: bool = True, last: int | None = None
+                ) -> RenderedText:
+        """An observation as token ids.
+
+        Args:
+            ended: whether a stop token ended the turn before.
+            last: id of the last token of that turn.
+
+        Raises:
+            RewardError: the observation is no text.
+        """
+        if observation is None:
+            return RenderedText([])
+        if not isinstance(observation, str):
+            raise RewardError(f"An observation is of type {type(observation).__name__}; without a "
+                              "chat template it must be text.", where="env.fn",
+                              fix="return a text, or set prompts.chat=true")
+        ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        return RenderedText(list(ids), observation)
+
+
+@dataclass
+class ChatWords:
+    """Observations as messages, rendered by the tokenizer's chat template.
+
+    Raises:
+        InputError: the template changes earlier messages when one is added, so that training and
+            the next turn would read different texts; or it refuses a message.
+    """
+
+    tokenizer: Any
+    tools: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        first = self._render(_QUESTION, ask=True)
+        second = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP], ask=True)
+        third = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP, *_ANSWER], ask=False)
+        if not second.startswith(first + _ANSWER[0]["content"]) or not third.startswith(second):
+            raise InputError(
+                "The tokenizer's chat template changes earlier turns when a message is added (it "
+                "may drop their thoughts), so that training and the next turn would read different "
+                "texts.", where="prompts.chat, env.fn",
+                fix="give the tokenizer a template that leaves the history as it is")
+        if self.tools and self._render(_QUESTION, ask=True, tools=()) == first:
+            log.warning("The tokenizer's chat template leaves out tools: the policy knows only "
+                        "what the prompts say about them.")
+
+    def _render(self, messages: Sequence[Any], *, ask: bool, tools: Sequence[Any] | None = None
+                ) -> str:
+        return rendered_chat(list(messages), "the messages of an episode", self.tokenizer,
+                             tools=list(self.tools if tools is None else tools) or None, prompt=ask,
+                             where="prompts.chat, env.fn")
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def opening(self, prompt: list[int], messages: Any, observation: Any
+                ) -> tuple[list[int], RenderedText]:
+        """The prompt's ids, rendered again with the result of ``reset``: a text goes to the end of
+        the last message, messages follow it.
+
+        Raises:
+            RewardError: ``reset`` returned a text, and the last message has none.
+            InputError: the prompt was cut, so that its messages don't stand for it.
+        """
+        if observation is None and not self.tools:
+            return prompt, RenderedText([])
+        # other differences are the template's, which may contain the date
+        whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
+        if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):
+            raise InputError("A prompt was cut, so that the text of reset, or descriptions of "
+                             "tools, can't be added to its conversation.",
+                             where="prompts.max_length, env.fn", fix="leave such prompts out "
+                             "(prompts.overlong=drop), or allow longer ones (prompts.max_length, "
+                             "prompts.length_sampler)")
+        if not isinstance(observation, str):
+            added = list(observation or ())
+            whole_messages = (*messages, *added)
+            return (self._ids(self._render(whole_messages, ask=True)),
+                    RenderedText([], text_of(added), whole_messages))
+        *before, last = messages
+        if not isinstance(last["content"], str):
+            raise RewardError("reset returned a text, which can't go behind a message that holds "
+                              f"{shorten(repr(last['content']))}.", where="env.fn",
+                              fix="return a list of {role, content} messages")
+        extended = {**last, "content": f"{last['content']}{observation}"}
+        return (self._ids(self._render([*before, extended], ask=True)),
+                RenderedText([], observation, (*before, extended)))
+
+    def between(self, observation: Any, *, ended: bool, last: int) -> RenderedText:
+        """As :meth:`PlainWords.between`: the end of the policy's message, unless its turn contains
+        it, the observation, and the beginning of the policy's next message."""
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        messages = list(observation or ())
+        whole = self._render([*_QUESTION, *_ANSWER, *messages], ask=True)
+        before = self._render(_QUESTION, ask=True) + _ANSWER[0]["content"]
+        rest = whole[len(before):]
+        last_text = self.tokenizer.decode([last]) if ended else ""
+        return RenderedText(self._ids(rest.removeprefix(last_text)), text_of(messages),
+                            tuple(messages))
+
+
+def is_observation(value: Any) -> bool:
+    """Whether a value can be an observation: a text, messages, or None."""
+    return value is None or isinstance(value, str) or (
+        isinstance(value, (list, tuple))
+        and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value))
+
+
+def text_of(messages: Sequence[Any]) -> str:
+    """Messages as text, in the form of samples."""
+    return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)
+

@@ -30,7 +30,6 @@ from ppocli.launch.start import RunOutcome, Start
 from ppocli.models.loading.chat_template import present, tells_date
 from ppocli.publish.console import Display, keep_log, open_display, open_silence
 from ppocli.publish.trackers import check_trackers, open_trackers
-from ppocli.rewards import guard
 from ppocli.runs import atomic, environment, model_files, retention, run_folder
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.training import loop
@@ -130,7 +129,6 @@ def _held(start: Start, folder: run_folder.RunFolder) -> Iterator[Display]:
                 if str(error.filename).startswith(str(folder.path)):
                     raise run_folder.gone(folder.path) from error
                 raise
-    guard.check_threads()
 
 
 @contextmanager
@@ -286,6 +284,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     result = main(sys.argv[1:])
-    if "RANK" in os.environ or guard.unended_threads(guard.LAST_WAIT):
+    if "RANK" in os.environ:
         leave_at_once(result)
     sys.exit(result)

@@ -7,11 +7,11 @@ libraries work unchanged: see :mod:`ppocli.rewards.styles`.
 
 import copy
 import inspect
-import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from ppocli.config.text import error_line, error_text, raised_at, suggestion
 from ppocli.config.user_code import Located, shorten
+from ppocli.distributed.stop import StopRequested
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import guard
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.runs.daemon import awaited, in_daemon, leave_loop
 
@@ -55,8 +55,8 @@ ARGUMENTS: Mapping[str, Source] = {
     "steps": steps_of,
     "log_extra": lambda r: r.logs.extra, "log_metric": lambda r: r.logs.metric}
 """what a function may ask for by name. Every call gets new lists, which it may change."""
-FROM_COLUMNS = frozenset({"extra_info", "ground_truth", "labels"})
-"""arguments of other libraries that are made of the column of that name, or of another one"""
+STOPS = (KeyboardInterrupt, StopRequested)
+"""requests from outside, which pass through the user's code"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,6 @@ class Style:
     """``invoke(call, arguments, constants, N)`` in place of one call for all samples"""
     scores: Callable[[Any, RewardRequest], Any] | None = None
     """takes the scores out of what was returned and logs the rest; ValueError: they are missing"""
-    align: Callable[[list[float], RewardRequest, int], list[float]] | None = None
-    """moves the numbers of one sample from the function's tokens to those of the response"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +110,6 @@ class RewardFunction:
         """
         self.arguments(RewardRequest([], [], [], {name: [] for name in columns}, None,
                                      steps=[] if steps else None))
-        takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in self.parameters)
-        hidden = {*columns} & ({*self.style.sources} | self.kwargs.keys()) - FROM_COLUMNS
-        for name in sorted(hidden - ({"steps"} if not steps else set())):
-            if takes_all or any(one.name == name for one in self.parameters):
-                winner = "configured argument" if name in self.kwargs else "reward's own argument"
-                log.warning("prompt column %r is hidden from %s by the %s of the same name",
-                            name, self.located.spec, winner)
 
     def arguments(self, request: RewardRequest) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of a call. They are new lists, since a call that failed
@@ -171,6 +162,36 @@ class RewardFunction:
                 f"{', '.join(columns) or 'none'}; see prompts.columns){configure}")
 
 
+@contextmanager
+def torch_modes_kept(label: str, key: str, samples: Callable[[], str]) -> Iterator[None]:
+    """Run the user's code in the block.
+
+    Args:
+        label: of the function.
+        key: config key that names it.
+        samples: describes what it was called with, for the error.
+
+    Raises:
+        RewardError: it has left one of torch's modes changed, with which the run would go on.
+    """
+    before = _torch_modes()
+    yield
+    after = _torch_modes()
+    if changed := [f"torch's {name}" for name, value in before.items() if after[name] != value]:
+        raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples()}", where=key,
+                          fix="put it back before it returns, or use it as a context manager: "
+                          "with torch.inference_mode(): ...")
+
+
+def _torch_modes() -> dict[str, Any]:
+    """Modes of torch; those that it starts with if it isn't loaded."""
+    torch: Any = sys.modules.get("torch")
+    return {"default dtype": str(torch.get_default_dtype()) if torch else "torch.float32",
+            "default device": str(torch.get_default_device()) if torch else "cpu",
+            "inference mode": bool(torch and torch.is_inference_mode_enabled()),
+            "grad mode": torch.is_grad_enabled() if torch else True}
+
+
 def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeout: float | None,
         read: Callable[[RewardFunction, RewardRequest, Any], T]) -> T:
     """Call a function on a request and check what it returns.
@@ -197,9 +218,9 @@ def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeo
         except PpocliError as error:
             name_reward_key(error, key)
             raise
+        except STOPS:
+            raise
         except BaseException as error:
-            if not guard.is_own_error(error):
-                raise
             place = raised_at(error, function.located.file)
             failures += 1
             if failures > retries:
@@ -214,7 +235,7 @@ def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeo
 
 def _batch(request: RewardRequest) -> str:
     first = shorten(request.prompts[0] + request.responses[0])
-    return f"batch: {len(request)} samples, the first is {first}"
+    return f"batch: {len(request.responses)} samples, the first is {first}"
 
 
 def _call_in_time(function: RewardFunction, request: RewardRequest, timeout: float) -> Any:
@@ -229,26 +250,19 @@ def _call_in_time(function: RewardFunction, request: RewardRequest, timeout: flo
 
 
 def _call(function: RewardFunction, request: RewardRequest) -> Any:
-    count = len(request.responses)
     request.logs.columns.clear()  # of an attempt that failed
     request.logs.figures.clear()
-    with guard.contained(function.label, function.located.key, partial(_batch, request)):
+    with torch_modes_kept(function.label, function.located.key, partial(_batch, request)):
         positional, named = function.arguments(request)
         if function.style.invoke is not None:
-            result = function.style.invoke(function.call, named, function.kwargs, count)
+            result = function.style.invoke(function.call, named, function.kwargs,
+                                           len(request.responses))
         else:
             result = function.call(*positional, **named)
         if inspect.iscoroutine(result):
             result = awaited(result, "rewards")
         # a generator's body runs here, under the same time limit and handling of errors
-        if isinstance(result, Mapping):
-            return {name: _listed(column, count) for name, column in result.items()}
-        return _listed(result, count)
-
-
-def _listed(result: Any, count: int) -> Any:
-    """The items of an iterator, which may be endless: one more than there should be."""
-    return list(itertools.islice(result, count + 1)) if isinstance(result, Iterator) else result
+        return list(result) if isinstance(result, Iterator) else result
 
 
 def kwargs_key(key: str) -> str:

@@ -1,4 +1,5 @@
-"""Built-in reward ``http``: scores computed by another process, GPU or machine.
+"""HTTP requests to servers that a run depends on; and the built-in reward ``http``: scores computed
+by another process, GPU or machine.
 
     reward.fn=http reward.kwargs.url=http://127.0.0.1:8123/score
 
@@ -6,19 +7,24 @@
 server.
 """
 
+import ipaddress
 import logging
+import os
 import re
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
+from urllib.parse import urlsplit
 
+from ppocli.config import secrets
 from ppocli.config.schema_training import LONGEST_WAIT
 from ppocli.config.secrets import VARIABLE, why_no_url
+from ppocli.config.text import error_line
 from ppocli.config.user_code import shorten
-from ppocli.errors import RewardError
-from ppocli.rewards.http_client import Client, from_environment, retry_after
+from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.reward_records import (
     RewardRequest,
@@ -27,9 +33,11 @@ from ppocli.rewards.reward_records import (
     encode_request,
     opening,
 )
+from ppocli.runs.daemon import in_daemon
 
 log = logging.getLogger(__name__)
 
+_GRACE = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """seconds before the first retry, doubled before each further one, and at most"""
 LEAST_ANSWER, A_SAMPLE, A_NUMBER = 2**20, 2**12, 64
@@ -41,6 +49,107 @@ _REMEDIES = {401: _TOKEN, 403: _TOKEN,
              413: "send fewer samples at once: reward.kwargs.batch_size=N"}
 _HEADER = re.compile(rf"\s*([A-Za-z0-9-]+)\s*:\s*({VARIABLE.pattern})\s*")
 
+
+class Client:
+    """Requests to one host, from any number of threads.
+
+    Args:
+        url: of the host.
+        timeout: maximum seconds of a request, from the connection to the end of the answer.
+        headers: sent with each request.
+        keep: number of connections that are kept open.
+    """
+
+    def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str], keep: int) -> None:
+        import httpx2
+
+        self.timeout = timeout
+        # no limit of connections, so that requests don't wait for those of abandoned answers;
+        # servers close idle connections after 5 s, and a request must not use one then
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
+                               keepalive_expiry=2.0)
+        self._client = httpx2.Client(
+            timeout=timeout, limits=limits,
+            # a proxy would look for "localhost" on its own machine
+            trust_env=not is_loopback(urlsplit(url).hostname or ""),
+            # a compressed answer may become a thousand times larger
+            headers={"Accept-Encoding": "identity", **headers})
+        weakref.finalize(self, self._client.close)
+
+    def ask(self, method: str, url: str, body: bytes = b"", most: int = 0,
+            timeout: float | None = None) -> Any:
+        """The answer: its status, ``Retry-After``, ``Location``, and at most ``most`` + 1 bytes.
+
+        Args:
+            timeout: seconds, in place of the client's.
+
+        Raises:
+            TimeoutError: no whole answer in time; the server may still be at work on it.
+            ConnectionError: the server can't be reached.
+        """
+        import httpx2
+
+        seconds = timeout or self.timeout
+        try:
+            # httpx's own timeout starts again with every byte, but tells whether the connection
+            # or the answer took too long
+            return in_daemon(lambda: self._ask(method, url, body, most, seconds), f"asking {url}"
+                             ).result(seconds + _GRACE)
+        except (httpx2.ReadTimeout, httpx2.WriteTimeout, TimeoutError) as error:
+            raise TimeoutError(f"{url} did not answer within {seconds:g} s.") from error
+        except httpx2.TransportError as error:
+            raise ConnectionError(f"{url} could not be reached: {error_line(error)}") from error
+
+    def _ask(self, method: str, url: str, body: bytes, most: int, seconds: float) -> Any:
+        content, until = bytearray(), time.monotonic() + seconds
+        with self._client.stream(method, url, content=body, timeout=seconds,
+                                 headers={"Content-Type": "application/json"}) as answer:
+            for piece in answer.iter_raw() if most else ():
+                content += piece
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if len(content) > most:
+                    break
+        kept = {name: value for name in ("Retry-After", "Location")
+                if (value := answer.headers.get(name, "")).isascii()}
+        return type(answer)(answer.status_code, headers=kept, content=bytes(content[:most + 1]))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name stands for this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def from_environment(variable: str, header: str, key: str, error: type[PpocliError]) -> str:
+    """The value of an environment variable, to be sent as a header.
+
+    Raises:
+        error: there is no such variable, or its value can't be sent.
+    """
+    value = os.environ.get(variable)
+    if value is None:
+        raise error(f"The environment has no variable {variable}, which is to be sent as {header}.",
+                    where=key, fix=f"export {variable}=...")
+    if not (value == value.strip() and value.isascii() and value.isprintable() and value):
+        raise error(f"{variable} can't be sent as {header}: it is empty, or has characters beyond "
+                    "ASCII, or white space at an end (it is not shown).", where=key,
+                    fix=f"correct it: export {variable}=...")
+    secrets.SENT.add(value)  # hidden from now on: a server's answer may repeat it
+    return value
+
+
+def retry_after(answer: Any, most: float) -> float:
+    """Seconds to wait by the header ``Retry-After``, at most ``most``; 0 without a number."""
+    try:
+        return min(float(answer.headers.get("Retry-After") or 0), most)
+    except ValueError:
+        return 0.0
+
+
+# The reward ---------------------------------------------------------------------------------------
 
 class HttpReward:
     """Scores from a server for batches of samples.
@@ -93,11 +202,10 @@ class HttpReward:
         # its threads are daemons: a server that hangs must not keep the process from ending
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
             answers = list(pool.imap(partial(self._scores, request), parts))
-        request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
-        return [score for scores, _ in answers for score in scores]
+        return [score for scores in answers for score in scores]
 
-    def _scores(self, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
-        """The answer for a part of the samples: their scores, and their logs."""
+    def _scores(self, request: RewardRequest, part: slice) -> list[Any]:
+        """The scores of a part of the samples."""
         count = part.stop - part.start
         tokens = sum(len(ids) for ids in request.response_ids[part])
         most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * count
@@ -105,7 +213,7 @@ class HttpReward:
         try:
             if len(answer.content) > most:
                 raise WireError(f"more than {most} bytes for {count} samples")
-            return decode_scores(answer.content, request, part)
+            return decode_scores(answer.content, count)
         except WireError as problem:
             raise RewardError(
                 f"{self.url} answered 200 with {problem} (sample {part.start} to {part.stop - 1} "

@@ -12,8 +12,13 @@ from ppocli.config.text import error_line, pasted, raised_at, suggestion
 from ppocli.config.user_classes import refuse_abstract
 from ppocli.config.user_code import CodeSetting, Kind, Located, from_object, locate, shorten
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import guard
-from ppocli.rewards.calls import RewardFunction, kwargs_key, name_reward_key
+from ppocli.rewards.calls import (
+    STOPS,
+    RewardFunction,
+    kwargs_key,
+    name_reward_key,
+    torch_modes_kept,
+)
 from ppocli.rewards.styles import STYLES, recognised
 
 _KEYWORD = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -59,7 +64,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
     """
     if isinstance(target, str):
-        with guard.contained(target, key, lambda: "while it was imported"):
+        with torch_modes_kept(target, key, lambda: "while it was imported"):
             located = locate_reward(target, key=key)
     else:
         located = from_object(target, CodeSetting(
@@ -95,14 +100,14 @@ def built(function: RewardFunction) -> RewardFunction:
     if not inspect.isclass(call):
         return function
     try:
-        with guard.contained(function.label, located.key, lambda: "while it was built"):
+        with torch_modes_kept(function.label, located.key, lambda: "while it was built"):
             call = call(**function.init_kwargs)
     except PpocliError as error:
         name_reward_key(error, located.key)
         raise
+    except STOPS:
+        raise
     except BaseException as error:
-        if not guard.is_own_error(error):
-            raise
         raise RewardError(f"Building {function.label} with {dict(function.init_kwargs)} failed: "
                           f"{error_line(error)}", where=raised_at(error, located.file),
                           fix=f"see {kwargs_key(located.key)}") from error

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ppocli.config.text import error_line, pasted, suggestion
+from ppocli.config.text import pasted, suggestion
 from ppocli.errors import RewardError
-from ppocli.rewards import scorer_files
-from ppocli.rewards.reading import SampleReader, check_choice
+from ppocli.rewards import scorers
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.reward_records import differences
-from ppocli.rewards.scorer_files import MODEL_KEY
+from ppocli.rewards.scorers import MODEL_KEY, SampleReader, check_choice
 
 Chats = Sequence[list[dict[str, Any]]] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,7 +32,7 @@ class SequenceReward:
         model: a folder, a Hub name, or ``builtin:NAME``.
         on: its input: the ``sample`` (prompt + response), the ``response`` alone, or the ``pair``
             of both as two segments.
-        chat, end: as of :class:`~ppocli.rewards.reading.SampleReader`.
+        chat, end: as of :class:`~ppocli.rewards.scorers.SampleReader`.
         batch_size: texts per forward pass.
         max_length: longest input in tokens (None: what the model allows).
         truncation_side: which end of a longer input is cut, ``left`` or ``right``.
@@ -60,8 +59,9 @@ class SequenceReward:
             if type(value) is not int or value < 1:
                 raise wrong_argument(name, value, "a positive whole number")
         self.name, self.batch_size = model, batch_size
-        self.device = _device(device)
-        self.model, self.tokenizer, limit = scorer_files.load_scorer(
+        self.device = torch.device(device if device != "auto" else
+                                   "cuda" if torch.cuda.is_available() else "cpu")
+        self.model, self.tokenizer, limit = scorers.load_scorer(
             model, DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code)
         self.tokenizer.truncation_side = truncation_side
         self.model.to(self.device).eval().requires_grad_(False)
@@ -116,20 +116,6 @@ class SequenceReward:
             [torch.tensor(row) for row in values], batch_first=True, padding_side=side,
             padding_value=(pad or 0) if key == "input_ids" else 0).to(self.device)
             for key, values in rows.items()}
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise RewardError(f"device={device!r} is not a device: {error_line(error)}",
-                          where="reward.kwargs.device", fix="auto, cpu, cuda or cuda:N") from error
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise RewardError(f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA "
-                          "devices.", where="reward.kwargs.device", fix="reward.kwargs.device=cpu")
-    return target
 
 
 class RewardModel(SequenceReward):
@@ -293,9 +279,7 @@ def label_position(label: str, labels: tuple[str, ...], model: str) -> int:
     for matches in (exact, loose):
         if len(matches) == 1:
             return matches[0]
-    near = suggestion(str(label).lower(), (name.lower() for name in labels))
-    near = next((f"Did you mean {n!r}?" for n in labels if f"{n.lower()!r}" in near), "")
-    raise RewardError(f"{model} has no label {label!r}. {near}".rstrip(),
+    raise RewardError(f"{model} has no label {label!r}. {suggestion(str(label), labels)}".rstrip(),
                       where="reward.kwargs.label", fix=f"its labels: {', '.join(labels)}" + (
                           "; a reward model, as one of a single output most often is: "
                           "reward.fn=reward_model" if len(labels) == 1 else ""))

@@ -9,14 +9,12 @@ a list with one number a response token, or null. Failures have another status t
 Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]``,
 ``"chats": [N lists]`` (of episodes),
 ``"progress": [steps done, steps in all, passes over the prompts]``, and ``"steps"`` with
-``"step_ends"``: N lists as in :class:`RewardRequest`. The answer may also have ``"logs"``, N
-objects as in :attr:`RewardScores.logs`, and ``"per_step": true``: its lists have one number a step.
+``"step_ends"``: N lists as in :class:`RewardRequest`.
 """
 
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,15 +46,6 @@ class RewardLogs:
     def metric(self, name: str, value: float) -> None:
         """Add a number to those of a metric."""
         self.figures.setdefault(str(name), []).append(float(value))
-
-    def take(self, logs: Sequence[Mapping[str, Any]]) -> None:
-        """Add what functions elsewhere logged of N samples, as in :attr:`RewardScores.logs`."""
-        for name in dict.fromkeys(name for log in logs for name in log.get("extra", {})):
-            self.extra(name, [log.get("extra", {}).get(name) for log in logs])
-        for log in logs:
-            for name, value in log.get("logged", {}).items():
-                if value is not None:
-                    self.metric(name, value)
 
     def add_to(self, logs: Sequence[dict[str, dict[str, Any]]], label: str) -> None:
         """Add all to ``logs``, N objects as in :attr:`RewardScores.logs`; a name that is there
@@ -176,7 +165,7 @@ def on_tokens(numbers: Sequence[float], places: Sequence[int], count: int) -> li
 _LISTS = {"prompts": str, "responses": str, "response_ids": list, "ended": bool, "messages": list,
           "chats": list, "steps": list, "step_ends": list}
 """lists of a request's body, the first three required, and the type of their items"""
-_KINDS = {str: "texts", list: "lists", bool: "booleans", dict: "objects", object: "values"}
+_KINDS = {str: "texts", list: "lists", bool: "booleans", object: "values"}
 
 
 class WireError(ValueError):
@@ -235,30 +224,22 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
         raise WireError("the body must be a JSON object")
     if unknown := sorted({*fields} - {*_LISTS, "columns", "progress"}):
         raise WireError(f"unknown key {unknown[0]!r}")
+    fields = {"columns": {}, "progress": [0, 0, 0]} | fields
     _check_list("responses", fields.get("responses"), str)
     count = len(fields["responses"])
-    for name in {"prompts": str, "response_ids": list} | fields:
-        if name in _LISTS:
-            _check_list(name, fields.get(name), _LISTS[name], count)
-    if any(type(token) is not int for row in fields["response_ids"] for token in row):
-        raise WireError("'response_ids' must hold lists of whole numbers")
-    if not isinstance(columns := fields.setdefault("columns", {}), dict):
+    for name, kind in _LISTS.items():
+        if name in fields or name in ("prompts", "response_ids"):
+            _check_list(name, fields.get(name), kind, count)
+    if not isinstance(fields["columns"], dict):
         raise WireError("'columns' must be an object of lists")
-    for name, values in columns.items():
+    for name, values in fields["columns"].items():
         _check_list(f"columns.{name}", values, object, count)
-    progress = fields.get("progress", [0, 0, 0])
-    _check_list("progress", progress, int | float, 3)
-    steps, ends = fields.get("steps", []), fields.get("step_ends", [])
-    if ("steps" in fields) != ("step_ends" in fields) or not all(map(
-            _places_steps, steps, ends, fields["response_ids"])):
-        raise WireError("'steps' must hold lists of texts, and 'step_ends' for each of them the "
-                        "place of a token in 'response_ids'")
+    _check_list("progress", fields["progress"], int | float, 3)
+    if ("steps" in fields) != ("step_ends" in fields) or any(
+            len(steps) != len(ends) for steps, ends in zip(
+                fields.get("steps", ()), fields.get("step_ends", ()), strict=False)):
+        raise WireError("'steps' must come with 'step_ends', one place for each of them")
     return RewardRequest(**fields, tokenizer=tokenizer)
-
-
-def _places_steps(steps: list[Any], ends: list[Any], ids: list[int]) -> bool:
-    return len(steps) == len(ends) and all(isinstance(step, str) for step in steps) and all(
-        type(end) is int and 0 <= end < len(ids) for end in ends)
 
 
 def _check_list(name: str, values: Any, kind: Any, count: int | None = None) -> None:
@@ -268,58 +249,25 @@ def _check_list(name: str, values: Any, kind: Any, count: int | None = None) -> 
         raise WireError(f"{name!r} has {len(values)} values in place of {count}")
 
 
-def encode_scores(scores: Sequence[Score], logs: Sequence[Mapping[str, Any]] = ()) -> bytes:
+def encode_scores(scores: Sequence[Score]) -> bytes:
     """The body of an answer. Every digit of a float arrives."""
-    body = {"scores": scores, **({"logs": list(logs)} if any(logs) else {})}
-    return json.dumps(body, allow_nan=False).encode("ascii")
+    return json.dumps({"scores": scores}, allow_nan=False).encode("ascii")
 
 
-def decode_scores(body: bytes, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
-    """The scores in an answer, ``{"scores": [...]}`` or the bare list, not yet checked; and what
-    was logged, one mapping per sample, or nothing. Numbers of steps are put on their tokens.
+def decode_scores(body: bytes, count: int) -> list[Any]:
+    """The scores of ``count`` samples in an answer, ``{"scores": [...]}`` or the bare list, not yet
+    checked.
 
     Raises:
         WireError: it is no JSON, or something else.
     """
     answer = _json(body)
-    fields = answer if isinstance(answer, dict) else {"scores": answer}
-    if "scores" not in fields:
-        raise WireError("a JSON object without 'scores'")
-    scores, logs = fields["scores"], fields.get("logs", [])
+    scores = answer.get("scores") if isinstance(answer, dict) else answer
     if not isinstance(scores, list):
-        raise WireError(f"{shorten(json.dumps(scores))} in place of a list of scores")
-    count = part.stop - part.start
+        raise WireError(f"{shorten(json.dumps(answer))} in place of a list of scores")
     if len(scores) != count:
         raise WireError(f"{counted(len(scores), 'score')} for {count} samples")
-    if logs:
-        _check_list("logs", logs, dict, count)
-    for log in logs:
-        extra, logged = log.get("extra", {}), log.get("logged", {})
-        if not isinstance(extra, dict) or not isinstance(logged, dict) or not all(
-                map(_is_number, logged.values())):
-            raise WireError(f"{shorten(json.dumps(log))} in 'logs', where 'extra' must be an "
-                            "object, and 'logged' an object of numbers")
-    if fields.get("per_step") is True:
-        scores = [_on_step_ends(score, request, part.start + i) for i, score in enumerate(scores)]
-    return scores, logs
-
-
-def _on_step_ends(score: Any, request: RewardRequest, index: int) -> Any:
-    if not isinstance(score, list) or not all(map(_is_number, score)):
-        return score
-    ends = request.step_ends[index] if request.steps is not None else []
-    if len(score) != len(ends):
-        raise WireError(f"a list of {counted(len(score), 'number')}, but the response has "
-                        f"{counted(len(ends), 'step')}, for sample {index}")
-    return on_tokens([math.nan if number is None else number for number in score], ends,
-                     len(request.response_ids[index]))
-
-
-def _is_number(value: Any) -> bool:
-    """Or null; no integer of hundreds of digits, which JSON may hold."""
-    if isinstance(value, int):
-        return value.bit_length() < sys.float_info.max_exp
-    return value is None or isinstance(value, float)
+    return scores
 
 
 def _json(body: bytes) -> Any:

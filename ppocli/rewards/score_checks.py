@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ppocli.config.text import counted, first_line
+from ppocli.config.text import counted
 from ppocli.config.user_code import shorten
 from ppocli.errors import RewardError
 from ppocli.rewards.calls import RewardFunction
@@ -42,44 +42,35 @@ def read_scores(function: RewardFunction, request: RewardRequest, returned: Any)
         RewardError: wrong count, type, shape or a number that float32 can't hold.
     """
     noun = "step" if request.steps is not None and function.takes_steps else "token"
-    expected = EXPECTED + ("it has steps" if noun == "step" else "its response has tokens")
+    fix = EXPECTED + ("it has steps" if noun == "step" else "its response has tokens")
     if function.style.scores is not None:
         try:
             returned = function.style.scores(returned, request)
         except ValueError as problem:
-            raise _error(function, f" returned {problem}.", expected) from None
-    is_dense: bool | None = None
+            raise _error(function, f" returned {problem}.", fix) from None
 
     def read(index: int, value: Any) -> Score:
-        nonlocal is_dense
-        if isinstance(score := _score(value, noun), list):
-            score = _on_tokens(function, request, index, score, noun)
-        if score is not None:
-            if is_dense not in (None, isinstance(score, list)):
-                kinds = ("a number", "a list") if is_dense else ("a list", "a number")
-                raise BadValue(f"{kinds[0]}, but {kinds[1]} for those before it,")
-            is_dense = isinstance(score, list)
-        return score
-
-    return _each(function, request, returned, read, expected)
-
-
-def _on_tokens(function: RewardFunction, request: RewardRequest, index: int, numbers: list[float],
-               noun: str) -> list[float]:
-    """Numbers of a sample's steps or tokens as one number per response token."""
-    count = len(request.response_ids[index])
-    if noun == "step":
-        ends = request.step_ends[index]
-        if len(numbers) != len(ends):
+        value = _plain(value)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)):
+            return _number(value)
+        numbers = [math.nan if item is None else _number(item) for item in value]
+        places = request.step_ends[index] if noun == "step" else range(
+            len(request.response_ids[index]))
+        if len(numbers) != len(places):
             raise BadValue(f"a list of {counted(len(numbers), 'number')}, but the response has "
-                           f"{counted(len(ends), 'step')},")
-        return on_tokens(numbers, ends, count)
-    if function.style.align is not None:
-        numbers = function.style.align(numbers, request, index)
-    if len(numbers) != count:
-        raise BadValue(f"a list of {counted(len(numbers), 'number')}, but the response has "
-                       f"{counted(count, 'token')},")
-    return numbers
+                           f"{counted(len(places), noun)},")
+        return on_tokens(numbers, places, len(request.response_ids[index]))
+
+    scores = _each(function, request, returned, read, fix)
+    kinds = [isinstance(score, list) for score in scores if score is not None]
+    if any(kinds) and not all(kinds):
+        index = next(i for i, score in enumerate(scores) if isinstance(score, list) != kinds[0]
+                     and score is not None)
+        raise sample_error(function, request, index, f"{_kind(scores[index])}, but "
+                           f"{'lists' if kinds[0] else 'numbers'} for those before it,", fix)
+    return scores
 
 
 def read_step_ends(function: RewardFunction, request: RewardRequest, returned: Any
@@ -111,37 +102,26 @@ def read_metrics(function: RewardFunction, request: RewardRequest, returned: Any
             raise BadValue(_kind(value))
         return number
 
-    if not isinstance(returned, Mapping):
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         raise _error(function, f" returned {_kind(returned)}, not a dict of lists.",
                      EXPECTED_METRICS)
-    metrics: dict[str, list[float]] = {}
-    for name, column in returned.items():
-        if not isinstance(name, str):
-            raise _error(function, f" returned a metric whose name is {_kind(name)}.",
-                         EXPECTED_METRICS)
-        metrics[name] = _each(function, request, column, read, EXPECTED_METRICS, metric=name)
-    return metrics
+    return {name: _each(function, request, column, read, EXPECTED_METRICS,
+                        of=f" as metric {name!r}") for name, column in returned.items()}
 
 
 def _each(function: RewardFunction, request: RewardRequest, returned: Any,
-          read: Callable[[int, Any], T], fix: str, *, metric: str | None = None) -> list[T]:
+          read: Callable[[int, Any], T], fix: str, *, of: str = "") -> list[T]:
     """What ``read`` makes of each sample's index and item of a list-like return value.
 
     Args:
-        metric: name of what was returned, for errors.
+        of: the name of what was returned, for errors.
     """
-    begin, of = (" returned", "") if metric is None else (
-        f": metric {metric!r} has", f" as metric {metric!r}")
-    count = len(request.responses)
-    try:
-        if isinstance(values := _plain(returned), Real):
-            raise BadValue(f"1 value for {count} samples, the number {values}")
-        if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping | Set):
-            raise BadValue(f"{_kind(values)} for {count} samples")
-        if len(values) != count:
-            raise BadValue(f"{counted(len(values), 'value')} for {count} samples")
-    except BadValue as problem:
-        raise _error(function, f"{begin} {problem}.", fix) from None
+    count, values = len(request.responses), _plain(returned)
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping | Set):
+        raise _error(function, f" returned {_kind(values)} for {count} samples{of}.", fix)
+    if len(values) != count:
+        raise _error(function, f" returned {counted(len(values), 'value')} for {count} samples{of}"
+                     ".", fix)
     results = []
     for index, value in enumerate(values):
         try:
@@ -151,52 +131,28 @@ def _each(function: RewardFunction, request: RewardRequest, returned: Any,
     return results
 
 
-def _score(value: Any, noun: str) -> Score:
-    """One sample's value as a float, a list of floats (one per ``noun``) or None.
+def _number(value: Any) -> float:
+    """A number as a float.
 
     Raises:
-        BadValue: neither a number nor a flat list of numbers, infinite, or beyond float32.
+        BadValue: not a number, infinite, or beyond float32.
     """
-    if (plain := _plain(value)) is None:
-        return None
-    if not isinstance(plain, (list, tuple)):
-        return _number(plain)
-    numbers = []
-    for position, item in enumerate(plain):
-        try:
-            numbers.append(math.nan if item is None else _number(item))
-        except BadValue as problem:
-            raise BadValue(f"{problem} at {noun} {position}") from None
-    return numbers
-
-
-def _number(value: Any) -> float:
     if not isinstance(plain := _plain(value), Real):
         raise BadValue(_kind(plain))
     try:
         number = float(plain)
     except OverflowError:
-        raise BadValue("a number too large for float32,") from None
-    if math.isinf(number):
-        raise BadValue(f"{number}, which is not finite,")
+        number = math.inf
     if abs(number) > MAX_FLOAT32:
         raise BadValue(f"{number:g}, which is infinite in float32,")
     return number
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays of numbers as Python numbers and lists; anything else as it is.
-
-    Raises:
-        BadValue: a tensor without readable numbers (complex, meta device).
-    """
-    try:
-        if hasattr(value, "tolist"):
-            return value.tolist()
-        return np.asarray(value).tolist() if hasattr(value, "__array__") else value
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadValue(f"a {type(value).__name__} whose numbers can't be read "
-                       f"({first_line(error)})") from None
+    """Tensors and arrays of numbers as Python numbers and lists; anything else as it is."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
 def _kind(value: Any) -> str:

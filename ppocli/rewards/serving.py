@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.config.text import error_line
-from ppocli.distributed import host_memory
 from ppocli.errors import PpocliError
 from ppocli.rewards import reward_records
 from ppocli.rewards.scoring import Reward
@@ -32,23 +29,15 @@ log = logging.getLogger(__name__)
 
 SCORE, HEALTH = "/score", "/health"
 MOST_WAITING = 64
-"""requests that may wait for the reward; others get status 503"""
+"""requests that may arrive or wait for the reward at once; others get status 503"""
 MOST_CONNECTIONS = 256
 """requests on further connections get status 503"""
 LAST_WAIT = 10
 """seconds that requests in progress may take when the server stops"""
 IDLE = 60.0
-"""maximum seconds for the head of a request to arrive, for memory to be free for its body, and for
-a client to read"""
+"""seconds that any body may take to arrive"""
 SLOWEST = 2**20
 """minimum bytes per second of a body, after the first ``IDLE`` seconds"""
-MOST_HEAD = 2**16
-"""maximum bytes of the head of a request"""
-BODIES = 4
-"""number of bodies of the largest size that are in memory at once; others are read after these have
-been answered"""
-LARGE = 2**20
-"""bytes of a body after which memory is returned to the system"""
 
 
 class RewardServer:
@@ -72,8 +61,7 @@ class RewardServer:
         if len(reward.parts) > 1:
             self.rewards |= {f"{SCORE}/{part.name}": Reward(
                 [replace(part, weight=1.0)], reward.cfg, reward.splits) for part in reward.parts}
-        self.requests = self.samples = self.waiting = self._held = 0
-        self._room = asyncio.Condition()
+        self.requests = self.samples = self.waiting = 0
         self._turn: contextlib.AbstractAsyncContextManager[Any] = (
             contextlib.nullcontext() if reward.all_have("thread_safe") else asyncio.Lock())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -85,10 +73,9 @@ class RewardServer:
             exception_handlers={HTTPException: self._refuse, ClientDisconnect: _gone,
                                 Exception: _bug})
         self._server = uvicorn.Server(uvicorn.Config(
-            app, http=_Protocol, ws="none", lifespan="off", log_config=None, log_level="error",
-            access_log=False, server_header=False, h11_max_incomplete_event_size=MOST_HEAD,
-            limit_concurrency=MOST_CONNECTIONS + 1, timeout_graceful_shutdown=LAST_WAIT,
-            callback_notify=self._look, timeout_notify=0))
+            app, http="h11", ws="none", lifespan="off", log_config=None, log_level="error",
+            access_log=False, server_header=False, limit_concurrency=MOST_CONNECTIONS + 1,
+            timeout_graceful_shutdown=LAST_WAIT, callback_notify=self._look, timeout_notify=0))
 
     def serve(self) -> None:
         """Answer until SIGINT, SIGTERM or :meth:`stop`. A signal is raised again at the end."""
@@ -109,18 +96,17 @@ class RewardServer:
 
     async def _score(self, request: Request) -> Response:
         length = self._checked_length(request)
-        async with self._memory(length):
+        if self.waiting >= MOST_WAITING:
+            raise HTTPException(503, f"{MOST_WAITING} requests are waiting already")
+        self.waiting += 1
+        try:
             body = await _read_body(request, length)
-            if self.waiting >= MOST_WAITING:
-                raise HTTPException(503, f"{MOST_WAITING} requests are waiting already")
-            self.waiting += 1
-            try:
-                async with self._turn:
-                    # a daemon: a reward that hangs must not keep the process from ending
-                    scores, count = await asyncio.wrap_future(in_daemon(
-                        partial(self._scores, request.scope["path"], body), "reward"))
-            finally:
-                self.waiting -= 1
+            async with self._turn:
+                # a daemon: a reward that hangs must not keep the process from ending
+                scores, count = await asyncio.wrap_future(in_daemon(
+                    partial(self._scores, request.scope["path"], body), "reward"))
+        finally:
+            self.waiting -= 1
         self.requests, self.samples = self.requests + 1, self.samples + count
         return Response(scores, media_type="application/json")
 
@@ -136,26 +122,6 @@ class RewardServer:
             raise HTTPException(413, f"{length} bytes are more than the {self.max_body} that are "
                                      "allowed")
         return int(length)
-
-    @contextlib.asynccontextmanager
-    async def _memory(self, size: int) -> AsyncIterator[None]:
-        """Reserve memory for a body of ``size`` bytes, which may have to wait for others."""
-        most = BODIES * self.max_body
-        try:
-            async with asyncio.timeout(IDLE), self._room:
-                await self._room.wait_for(lambda: self._held + size <= most)
-                self._held += size
-        except TimeoutError:
-            raise HTTPException(503, f"{most} bytes of other requests are waiting already"
-                                ) from None
-        try:
-            yield
-        finally:
-            async with self._room:
-                self._held -= size
-                self._room.notify_all()
-            if size >= LARGE:
-                asyncio.get_running_loop().call_soon(host_memory.give_back_memory)
 
     def _scores(self, path: str, body: bytes) -> tuple[bytes, int]:
         """The body of the answer to a request, and its number of samples.
@@ -175,8 +141,8 @@ class RewardServer:
             raise HTTPException(status, str(error.args[0])) from None
         scores: Sequence[reward_records.Score] = result.dense or result.scores
         return reward_records.encode_scores(
-            [score if valid else None for score, valid in zip(scores, result.valid, strict=True)],
-            result.logs), len(request)
+            [score if valid else None for score, valid in zip(scores, result.valid, strict=True)]
+        ), len(request)
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -209,29 +175,4 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return Response(json.dumps({"error": hide_secrets(error_line(error))}), 500)
-
-
-class _Protocol(H11Protocol):
-    """Closes a connection on which the head of a request takes too long, or on which a client
-    doesn't read its answer."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.loop.call_later(IDLE, self._expire, None)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.loop.call_later(IDLE, self._expire, self.cycle)
-
-    def _expire(self, cycle: Any) -> None:
-        if self.cycle is cycle:  # no request has begun since
-            self.transport.abort()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self.loop.call_later(IDLE, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        self._unread.cancel()
-        super().resume_writing()
+    return JSONResponse({"error": hide_secrets(error_line(error))}, 500)

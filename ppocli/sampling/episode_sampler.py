@@ -18,8 +18,15 @@ from ppocli.config.schema import EnvConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.distributed.backend import without_autocast_cache
 from ppocli.distributed.stop import StopFlag
-from ppocli.environments.env_calls import Answered, Called, Calls, reset_arguments
-from ppocli.environments.wording import ChatWords, PlainWords, RenderedText
+from ppocli.environments.env_calls import (
+    Answered,
+    Called,
+    Calls,
+    ChatWords,
+    PlainWords,
+    RenderedText,
+    reset_arguments,
+)
 from ppocli.errors import InputError
 from ppocli.models.layout import Sequences, padded
 from ppocli.models.policy import Policy
@@ -81,7 +88,7 @@ class EpisodeSampler:
         calls: of the environment.
 
     Raises:
-        InputError: as :class:`ppocli.environments.wording.ChatWords`.
+        InputError: as :class:`ppocli.environments.env_calls.ChatWords`.
     """
 
     def __init__(self, inner: Sampler, calls: Calls, tokenizer: Any, *, chat: bool) -> None:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ppocli.config.text import counted
-from ppocli.data.prompt_set import padded_left
-from ppocli.data.tokens import token_ids_of, tokens_around
+from ppocli.data.prompt_set import padded_left, token_ids_of, tokens_around
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder

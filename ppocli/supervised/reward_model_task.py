@@ -12,15 +12,15 @@ from torch.nn.functional import logsigmoid
 from ppocli.config import tasks
 from ppocli.config.text import share_error
 from ppocli.data.data_set import Ids, Pairs
-from ppocli.data.tokens import tokens_around
+from ppocli.data.prompt_set import tokens_around
 from ppocli.distributed.backend import to_device
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.rewards.reading import SCORE_END, SCORE_FRONT
 from ppocli.rewards.reward_model import SCORE_MEAN, SCORE_STD
+from ppocli.rewards.scorers import SCORE_END, SCORE_FRONT
 from ppocli.supervised import supervised_task
 from ppocli.training import build_models, checkpoint_writing, task
 

@@ -9,8 +9,6 @@ from runs import PLANTED, assert_equal_runs, resumed, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import report, watch
-from ppocli.cli.train import run_words
-from ppocli.rewards import guard
 
 MODULE = '''\
 import time
@@ -57,21 +55,6 @@ def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overl
     summary = read_json(world / "runs/r/summary.json")
     assert summary["status"] == "failed"
     assert said in summary["error"]
-
-
-def test_a_thread_that_a_reward_leaves_running_is_an_error_at_the_end(world, capsys, monkeypatch):
-    monkeypatch.setattr(guard, "LAST_WAIT", 0.1)
-    waits = (f"lambda: [time.sleep(0.05) for _ in iter(lambda: os.path.exists("
-             f"{str(world / 'end')!r}), True)]")
-    fn = write_reward(world, f"import os, threading\n    threading.Thread(target={waits}, "
-                      "name='left').start()\n    return good")
-    given = words(fn, "run_name=r", "ppo.num_steps=1", "eval.at_start=false")
-    assert code_of(lambda: run_words(given)) == 7  # the command itself leaves Python at once then
-    (world / "end").touch()
-    told = capsys.readouterr().err
-    assert "bad.py:score" in told
-    assert "'left'" in told
-    assert (world / "runs/r/model/model.safetensors").is_file()
 
 
 def test_scoring_beside_generation_changes_no_number(command, world, reference):

@@ -110,11 +110,7 @@ def test_other_kinds_resume_exactly(more, stage, command):
 
 WRONG = [
     (["env.fn=env.py:Gone"], 7, "There is no 'Gone' in 'env.py'"),
-    (["env.fn=nowhere.py:Words"], 7, "nowhere.py"),
-    (["env.fn=env.py:Mute"], 7, "has no method step"),
     (["env.fn=env.py:Needy"], 7, "reset asks for 'secret', which nothing provides"),
-    (["env.fn=env.py:Words", "env.kwargs.size=3"], 7, "can't be made with env.kwargs={'size': 3}"),
-    (["env.fn=env.py:add"], 7, "is no class"),
     (["env.fn=env.py:Words", "env.max_turns=0"], 2, "env.max_turns"),
     (["env.fn=tools"], 2, "env.fn=tools plays these functions, and there are none"),
     (["env.fn=env.py:Words", "ppo.staleness=1"], 2, "env.fn, ppo.staleness"),

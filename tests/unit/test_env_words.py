@@ -1,17 +1,13 @@
 """Words of an environment: how they join a conversation, and those of TRL and OpenRLHF."""
 
-import sys
-
 import played
 import pytest
 from helpers import make_tokenizer, refused
 from played import chat_tokenizer, stepped
 
 from ppocli.config.schema import EnvConfig
-from ppocli.environments import bridges
-from ppocli.environments.env_calls import Called, Calls
-from ppocli.environments.registry import resolve
-from ppocli.environments.wording import ChatWords, PlainWords
+from ppocli.environments.env_calls import Called, Calls, ChatWords, PlainWords
+from ppocli.environments.registry import ToolPlay, resolve
 from ppocli.errors import InputError, RewardError
 from ppocli.runs.episode import Step
 
@@ -103,7 +99,7 @@ def test_tool_calls_are_read(response, wanted):
     def echo(**given: int) -> dict[str, int]:
         return given
 
-    answers = bridges.ToolPlay([echo]).step(response).observation or []
+    answers = ToolPlay([echo]).step(response).observation or []
     assert len(answers) == len(wanted)
     for one, other in zip(answers, wanted, strict=True):
         assert one["content"].startswith(other)
@@ -122,7 +118,7 @@ def test_tools_are_what_a_template_can_describe(tmp_path, monkeypatch):
 
 
 def test_errors_of_a_tool_are_observations():
-    play = bridges.ToolPlay([played.add, played.fail])
+    play = ToolPlay([played.add, played.fail])
     assert play.step("done").done
     step = play.step('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
     assert step == Step([{"role": "tool", "name": "add", "content": "3"}])
@@ -147,23 +143,6 @@ def test_an_environment_of_trl_s_runs_unchanged():
     assert told.observation == [{"role": "tool", "name": "look", "content": "it is good"}]
     assert stepped(calls, [one.environment], 2, "so it is")[0].result.done
     assert one.environment.wrapped.found == 1
-
-
-def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):
-    (tmp_path / "agent.py").write_text(
-        "from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor\n"
-        "class AgentInstance(AgentInstanceBase):\n"
-        "    def __init__(self):\n        pass\n"
-        "    async def step(self, states, **kwargs):\n"
-        "        return {'rewards': 1.0, 'environment_feedback': '', 'done': True}\n"
-        "class AgentExecutor(MultiTurnAgentExecutor):\n"
-        "    def __init__(self):\n        super().__init__(AgentInstance)\n")
-    monkeypatch.chdir(tmp_path)
-    cfg = EnvConfig(fn="agent.py:AgentInstance", adapter="openrlhf")
-    calls = Calls(resolve(cfg, []), cfg, seed=0)
-    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
-    assert stepped(calls, [one.environment], 1)[0].result == Step(None, 1.0, True)
-    assert "openrlhf" not in sys.modules
 
 
 def test_an_agent_of_openrlhf_s_runs_unchanged():

@@ -124,13 +124,6 @@ def test_an_awaited_call_past_its_limit_is_one_episode_s_and_not_tried_again():
                for i, one in enumerate(found))
 
 
-def test_an_async_step_that_blocks_is_told():
-    calls = calls_of("Blocking", timeout=0.1, on_error="truncate")
-    games = begun(calls, *range(3))
-    with pytest.raises(RewardError, match="is async and awaits nothing: 3 calls are still"):
-        stepped(calls, games, 1)
-
-
 def test_a_call_that_raised_is_tried_again():
     played.Counter.calls = 0
     calls = calls_of("Counter", retries=2)
@@ -145,10 +138,8 @@ def test_a_call_that_raised_is_tried_again():
     (["", 0, 0], Step(None, 0.0, False)),
     (([{"role": "tool", "content": "x"}], torch.tensor(2.0), np.bool_(True)),
      Step([{"role": "tool", "content": "x"}], 2.0, True)),
-    (Step("a\ud800", failed=ValueError("x\ud800\ny")),
-     Step("a\\ud800", failed="ValueError: x\\ud800")),
-    (([{"role": "tool", "content": "\ud800"}], 0, False),
-     Step([{"role": "tool", "content": "\\ud800"}])), (Step(failed=False), Step())])
+    (Step("a", failed=ValueError("x\ny")), Step("a", failed="ValueError: x")),
+    (Step(failed=False), Step())])
 def test_what_a_step_may_be(given, wanted):
     assert as_step(given) == wanted
 
@@ -164,7 +155,6 @@ def test_what_it_may_not_be(given):
 @pytest.mark.parametrize(("name", "keys", "said"), [
     ("Needy", {}, "reset asks for 'secret', which nothing provides"),
     ("Mute", {}, "has no method step"), ("Pure", {}, "Pure lacks judge"),
-    ("Deaf", {}, "step(self) is called as step(response) or step(response, rng=...)"),
     ("add", {}, "is no class"),
     ("Words", {"kwargs": {"less": 1}}, "can't be made with env.kwargs={'less': 1}"),
     ("Wirds", {}, "Did you mean 'Words'?")])

@@ -1,6 +1,5 @@
 """What reward models made elsewhere read of a sample, against plain transformers and PEFT."""
 
-import json
 import logging
 
 import pytest
@@ -82,12 +81,11 @@ def rendered(folder, chats=CHATS):
     ({}, "<pad>", None, {}, "{own}"), ({}, "<eos>", None, {}, "{own}"),
     ({}, "<pad>", None, {"chat": True}, "{own}"),
     ({}, "<pad>", None, {"end": " film"}, "{own} film"),
-    ({"normalize_reward": False}, "<pad>", None, {}, "{ended}"),  # OpenRLHF's
     ({"score_front": True, "score_end": 1}, "<pad>", True, {}, "{ended}"),
     ({"score_front": True, "score_end": 1}, "<pad>", False, {}, "{policy}<eos>"),
     ({}, "<pad>", None, {"chat": False}, "{policy}"),
     ({}, "<pad>", None, {"on": "response"}, "{response}"),
-], ids=["own", "padded", "asked", "end", "openrlhf", "ppocli", "ppocli-plain", "off", "response"])
+], ids=["own", "padded", "asked", "end", "ppocli", "ppocli-plain", "off", "response"])
 def test_conversations_are_read_through_the_models_own_template(
         tmp_path, caplog, config, pad, trained, kwargs, text):
     folder = saved(tmp_path / "rm", pad=pad, config=config, chat=trained)
@@ -159,23 +157,6 @@ def test_what_can_not_be_rendered_is_refused_or_said(tmp_path, caplog):
 
 
 # Heads and adapters -------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("stated", [{}, {"id2label": {"0": "bad", "1": "good"}}])
-def test_a_head_of_one_row_decides_where_config_json_says_nothing(tmp_path, stated):
-    folder = saved(tmp_path / "rm")
-    expected = scores(folder)
-    path = tmp_path / "rm/config.json"
-    config = json.loads(path.read_text())
-    for name in ("id2label", "label2id", "num_labels"):
-        config.pop(name, None)
-    path.write_text(json.dumps(config | stated))
-    if not stated:
-        assert scores(folder) == expected
-        return
-    with refused(InputError, "score.weight) has 1 row", "config.json has 2 labels",
-                 '"id2label": {"0": "LABEL_0"}'):
-        scores(folder)
-
 
 @pytest.mark.parametrize("head", ["causal", "scorer", "labels", "bert"])
 def test_an_adapter_is_a_reward(tmp_path, head, capfd):

@@ -125,7 +125,7 @@ def test_rewards_of_steps_samples_and_tokens_are_summed_on_tokens(tmp_path, monk
     ([[1.0, 2.0], []], ("a list of 2 numbers, but the response has 3 steps, for sample 0: 'qx = 1",
                         "user_score", "as many as it has steps")),
     ([[1.0, 2.0, 3.0], [1.0]], ("a list of 1 number, but the response has 0 steps, for sample 1",)),
-    ([[1.0, "x", 3.0], []], ("str 'x' at step 1 for sample 0",)),
+    ([[1.0, "x", 3.0], []], ("str 'x' for sample 0",)),
     ([[1.0, 2.0, None], []], ("a list with a None or NaN in it for sample 0",))])
 def test_wrong_scores_name_function_sample_and_counts(answer, words):
     def user_score(steps):

@@ -11,7 +11,7 @@ from test_examples import read, turns
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import prompt_set
-from ppocli.environments.wording import ChatWords
+from ppocli.environments.env_calls import ChatWords
 from ppocli.errors import InputError
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"

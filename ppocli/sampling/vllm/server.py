@@ -15,7 +15,7 @@ from ppocli.config.schema import RolloutConfig
 from ppocli.config.user_code import shorten
 from ppocli.errors import SamplerError
 from ppocli.models.trunk import Vocabulary
-from ppocli.rewards.http_client import Client, from_environment, retry_after
+from ppocli.rewards.remote import Client, from_environment, retry_after
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,23 @@
-"""Samples as inputs of a sequence classifier: conversations rendered by its own chat template,
-other texts unchanged, with the token at the end whose output is the score."""
+"""Sequence classifiers as scorers: their files, an adapter merged into its base; and samples as
+their inputs, conversations rendered by the model's own chat template and other texts unchanged,
+with the token at the end whose output is the score. Models with missing weights are refused."""
 
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from ppocli.config.text import error_line, suggestion
 from ppocli.config.user_code import shorten
 from ppocli.data.shapes import render
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.resolve import wrong_argument
-from ppocli.runs.model_files import WITH_TEMPLATE
+from ppocli.runs import atomic, model_files
 
 log = logging.getLogger(__name__)
 
@@ -18,11 +25,142 @@ SCORE_END, SCORE_FRONT = "score_end", "score_front"
 """in config.json of a model that ``ppocli reward-model`` has trained: the id of the token at the
 end of texts, where scores are read (missing if it is also the pad token), and whether training
 texts began with the tokens that the tokenizer adds in front"""
-OPENRLHF = "normalize_reward"
-"""in config.json of a reward model trained by OpenRLHF"""
+MODEL_KEY = "reward.kwargs.model"
+UNBOUNDED = 1_000_000
+"""a tokenizer without a limit reports one far above this"""
 Columns = dict[str, list[list[int]]]
 """input_ids and the tokenizer's other columns, one list per text"""
 
+
+# Files --------------------------------------------------------------------------------------------
+
+@contextmanager
+def _file_errors(what: str, fix: str) -> Iterator[None]:
+    """Turn what transformers, PEFT and safetensors raise, of many kinds, into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{what} can't be loaded: {error_line(error)}", where=MODEL_KEY, fix=fix
+                         ) from error
+
+
+def load_scorer(name: str, dtype: torch.dtype, *, revision: str | None, trust_remote_code: bool
+                ) -> tuple[Any, Any, int | None]:
+    """The model that ``reward.kwargs.model`` names, its tokenizer, and the maximum tokens of its
+    input (None: without limit).
+
+    Raises:
+        InputError: missing or broken files, no vocabulary, a tokenizer that doesn't fit, or weights
+            that the files lack.
+    """
+    model_files.quiet_transformers()
+    needs: dict[str, Any] = {"key": MODEL_KEY, "revision": revision}
+    source = model_files.find_model(name, adapters=True, **needs)
+    hub = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if model_files.is_adapter(source):
+        base, base_revision = model_files.find_whole(
+            name, needs="model and tokenizer", **needs)
+        place = source if model_files.has_tokenizer(source) else base
+        tokenizer = _load_tokenizer(name, place, hub)
+        model = _load_adapter(name, Path(source), base, dtype,
+                              {**hub, "revision": base_revision or "main"})
+    else:
+        tokenizer = _load_tokenizer(name, source, hub)
+        model, info = _from_files(name, source, dtype, hub)
+        _refuse_absent(name, info, set())
+    embeddings = model.get_input_embeddings()
+    if embeddings is not None and len(tokenizer) > embeddings.weight.shape[0]:
+        raise InputError(f"The tokenizer in {name} knows {len(tokenizer)} tokens, "
+                         f"but its model has only {embeddings.weight.shape[0]} embeddings.",
+                         where=MODEL_KEY, fix="put the model's own tokenizer into its folder")
+    return model, tokenizer, _position_limit(model, tokenizer)
+
+
+def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
+    fix = "save the model's own tokenizer into its folder"
+    with _file_errors(f"The tokenizer of {name}", fix):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
+        raise InputError(f"No tokenizer in {name} (expected tokenizer.json, or a vocabulary file).",
+                         where=MODEL_KEY, fix=fix)
+    return tokenizer
+
+
+def _from_files(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]
+                ) -> tuple[Any, dict[str, Any]]:
+    with _file_errors(f"The model in {name}",
+                      "give a folder or Hub name of a sequence-classification model"):
+        return transformers.AutoModelForSequenceClassification.from_pretrained(
+            source, dtype=dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the caller refuses them, with names and sizes
+            **options)
+
+
+def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
+    """Refuse a model with random weights: the files lack them or have them in another size.
+
+    Args:
+        new: names of weights that come from other files.
+    """
+    sizes = {key: f"{key} ({list(stored)} in the files, {list(here)} by config.json)"
+             for key, stored, here in info["mismatched_keys"] if key not in new}
+    if absent := sorted((set(info["missing_keys"]) - new) | sizes.keys()):
+        shown = ", ".join(sizes.get(key, key) for key in absent[:5])
+        raise InputError(
+            f"{name} has no fitting weights for {shown}{', ...' * (len(absent) > 5)}; they would "
+            "be random numbers.", where=MODEL_KEY, fix="correct the sizes in config.json, or copy "
+            "the weights that belong to it" if absent[0] in sizes else
+            "give a model trained for sequence classification, not its base")
+
+
+def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, options: dict[str, Any]
+                  ) -> Any:
+    """The base with the adapter merged into it, computed in fp32."""
+    import peft
+    from safetensors.torch import load_file
+
+    kind = (atomic.read_json(folder / model_files.ADAPTER_CONFIG) or {}).get("task_type") or ""
+    if kind not in ("SEQ_CLS", ""):
+        raise InputError(f"{name} is an adapter for {kind}, not for the scores or labels of texts "
+                         "(SEQ_CLS).", where=MODEL_KEY, fix="give an adapter of a reward model or "
+                         "of a classifier")
+    with _file_errors(f"The adapter in {name}", "copy the folder again, or merge it where it was "
+                      "made"):
+        tensors = load_file(folder / model_files.ADAPTER_WEIGHTS)
+        heads = {key: tensor for key, tensor in tensors.items() if key.endswith(model_files.HEADS)}
+        labels = {"num_labels": len(next(iter(heads.values())))} if heads else {}
+        model, info = _from_files(name, base, torch.float32, {**options, **labels})
+        stored = {key.removeprefix("base_model.model.") for key in tensors}
+        _refuse_absent(name, info, {key for key in (
+            *info["missing_keys"], *(one[0] for one in info["mismatched_keys"])) if key in stored})
+        with warnings.catch_warnings():
+            # warnings about old names in transformers, and about layers that PEFT adjusts itself
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+            on_base = peft.PeftModel.from_pretrained(model, str(folder))
+            if getattr(on_base.active_peft_config, "is_prompt_learning", False):
+                raise InputError(f"{name} has virtual tokens, which a reward can't use.",
+                                 where=MODEL_KEY, fix="give a LoRA adapter or a whole model")
+            return on_base.merge_and_unload().to(dtype)
+
+
+def _position_limit(model: Any, tokenizer: Any) -> int | None:
+    """Maximum tokens that tokenizer and position embeddings allow; None without a limit."""
+    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < UNBOUNDED else []
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        for name, module in model.named_modules():
+            # RoBERTa counts positions from padding_idx + 1 and so loses that many
+            if name.endswith("position_embeddings") and getattr(
+                    module, "padding_idx", None) is not None:
+                positions -= module.padding_idx + 1
+        limits.append(positions)
+    return min(limits) if limits else None
+
+
+# Inputs -------------------------------------------------------------------------------------------
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Refuse an argument that is not one of ``choices``.
@@ -72,15 +210,14 @@ class SampleReader:
                              where="reward.kwargs.chat=true", fix="reward.kwargs.chat=false, or "
                              "put a template into its folder (chat_template.jinja)")
         self.chat = chat
-        self.trained_on_chat: bool | None = tokenizer.init_kwargs.get(WITH_TEMPLATE)
+        self.trained_on_chat: bool | None = tokenizer.init_kwargs.get(model_files.WITH_TEMPLATE)
         self.front = bool(getattr(config, SCORE_FRONT, True))
-        self.openrlhf = end is None and hasattr(config, OPENRLHF) and bool(tokenizer.eos_token)
         stored = getattr(config, SCORE_END, None)
         self.end: list[int] = []
         if end is not None:
             self.end = list(tokenizer(end, add_special_tokens=False)["input_ids"]) if end else []
-        elif stored is not None or self.openrlhf:
-            self.end = [tokenizer.eos_token_id if stored is None else stored]
+        elif stored is not None:
+            self.end = [stored]
         self.end_text = end or (tokenizer.decode(self.end) if self.end else "")
         # transformers' decoders read the last token that doesn't pad, in training as well
         pad = config.get_text_config().pad_token_id
@@ -107,10 +244,10 @@ class SampleReader:
             samples = [self._rendered(chat) for chat in chats]
         texts, pairs = {"sample": (samples, None), "response": (responses, None),
                         "pair": (prompts, responses)}[self.on]
-        if self.end and (renders or self.openrlhf):
-            texts = [self._ended(text) for text in texts]
-        columns = self._encoded(texts, pairs, special=self.front and not renders
-                                and not self.openrlhf)
+        if self.end and renders:  # without the line break that a template adds after its end
+            texts = [bare if (bare := text.rstrip()).endswith(self.end_text) else text
+                     for text in texts]
+        columns = self._encoded(texts, pairs, special=self.front and not renders)
         if texts and not self._noted:
             self._noted = True
             self._note(columns["input_ids"][0], renders, chats is not None)
@@ -126,13 +263,6 @@ class SampleReader:
                 f"{shorten(str(chat))}", where="reward.kwargs.model",
                 fix="reward.kwargs.on=response shows it the response alone, "
                     "reward.kwargs.chat=false the policy's own text") from error
-
-    def _ended(self, text: str) -> str:
-        """A text without the line break that a template adds after its end; for models of OpenRLHF,
-        a text without an end gets a space in front of it, as there."""
-        if (bare := text.rstrip()).endswith(self.end_text):
-            return bare
-        return text.rstrip("\n") + " " if self.openrlhf else text
 
     def _note(self, ids: list[int], renders: bool, chat: bool) -> None:
         """Log once how samples are read, with the first of them."""
