@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -112,8 +111,8 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
           model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
           reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
           metric_fn: Callable[..., Any] | None = None, prompts: Sequence[Any] | None = None,
-          eval_prompts: Sequence[Any] | None = None, stop_sequences: Sequence[str] | None = None,
-          samples: Sequence[Any] | None = None) -> TrainedRun:
+          eval_prompts: Sequence[Any] | None = None, stop_sequences: Sequence[str] | None = None
+          ) -> TrainedRun:
     """Train a policy in this process, as ``ppocli train`` does.
 
     Args:
@@ -126,26 +125,13 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
         prompts, eval_prompts: in place of the ``prompts`` section's sources: texts, or mappings
             with a ``prompt`` and metadata.
         stop_sequences: in place of ``generation.stop_sequences``.
-        samples: examples to imitate: texts, or (prompt, completion) as pairs or mappings. Selects
-            supervised fine-tuning (:func:`sft`) in place of PPO.
 
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    objects = {"reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
-               "eval_prompts": eval_prompts}
-    if samples is None:
-        return _run((), overrides, config, model_path, objects, stop_sequences)
-    if ppo_only := [name for name, value in objects.items() if value is not None]:
-        raise ConfigError(f"samples are imitated, and {ppo_only[0]} is for PPO.", where="samples",
-                          fix="first ppocli.sft(data=samples), then ppocli.train with the "
-                          "model_path that came of it")
-    sys.stderr.write("samples are given: this is supervised fine-tuning, as ppocli.sft does it\n")
-    rows = [{"prompt": row[0], "completion": row[1]}
-            if isinstance(row, tuple | list) and len(row) == 2 else row
-            for row in as_list(samples, "samples", "samples") or []]
-    return sft(overrides, model_path=model_path, config=config, data=rows,
-               stop_sequences=stop_sequences)
+    return _run((), overrides, config, model_path, {
+        "reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
+        "eval_prompts": eval_prompts}, stop_sequences)
 
 
 def sft(overrides: Sequence[str] | Mapping[str, Any] = (), *, model_path: str | Path | None = None,
@@ -309,7 +295,6 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
-    request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     on_rows = request.on_rows(target_config.trained_on_data(target))
     cfg = target_config.data_config(target, request.row_words(), trusts=request.trust, say=say) \

@@ -60,22 +60,6 @@ class ConfigError(PpocliError):
     code = "wrong-usage"
 
 
-class AmbiguousError(ConfigError):
-    """A word that names two things.
-
-    Args:
-        name: the word.
-        choices: what to type for each of them.
-    """
-
-    code = "ambiguous-name"
-
-    def __init__(self, name: str, choices: tuple[str, str]) -> None:
-        super().__init__(f"{name} is both {' and '.join(choices)}.",
-                         fix=f"write {' or '.join(choices)}")
-        self.name, self.choices = name, choices
-
-
 class InputError(PpocliError):
     """A model, tokenizer, prompt file or data set is missing or unusable."""
 

@@ -1,22 +1,19 @@
 """The command line. Typer alone is imported here; each command imports what it needs."""
 
 import os
-from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from ppocli.cli import doctor, estimate, export, output, plot, runs, serve, settings
+from ppocli.cli import about, estimate, output, results, runs, serve
+from ppocli.cli.chat import chat
 from ppocli.cli.eval import evaluate
-from ppocli.cli.generate import chat, generate
-from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
+from ppocli.cli.generate import generate
+from ppocli.cli.options import WORDS, Command, flag, option
 from ppocli.cli.sweep_show import sweep_app
-from ppocli.cli.train import resume, reward_model, sft, train, train_help
-from ppocli.config.text import did_you_mean
+from ppocli.cli.train import resume, reward_model, sft, train, train_help, validate
 from ppocli.distributed.standard_output import put
 from ppocli.distributed.torch_settings import wait_passively
-from ppocli.errors import ConfigError, DiskError
 from ppocli.version import __version__
 
 _COMPLETING = "_PPOCLI_COMPLETE"
@@ -54,71 +51,26 @@ def _options(
     output.set_manner(quiet=quiet, verbose=verbose, no_color=no_color)
 
 
-def completion(
-        shell: Annotated[str | None, typer.Argument(
-            metavar="[SHELL]", autocompletion=lambda: SHELLS,
-            help="bash, zsh or fish (default: the current shell).")] = None,
-        install: bool = flag("Install it where the shell finds it.", "--install")) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(
+        metavar="SHELL", autocompletion=lambda: SHELLS, help="bash, zsh or fish.")]) -> None:
     """Print the script that completes ppocli's commands, keys and runs after TAB.
 
     \b
     Examples:
-      ppocli completion --install
-      source <(ppocli completion bash)
+      echo 'source <(ppocli completion bash)' >> ~/.bashrc
       ppocli completion zsh > ~/.zfunc/_ppocli
+      ppocli completion fish > ~/.config/fish/completions/ppocli.fish
     """
     from typer.completion import get_completion_script
-    from typer.completion import install as install_script
 
-    name = find_shell(shell)
-    typers = {"prog_name": "ppocli", "complete_var": _COMPLETING, "shell": name}
-    script = get_completion_script(**typers)
-    if name == "bash":
+    script = get_completion_script(prog_name="ppocli", complete_var=_COMPLETING, shell=shell)
+    if shell == "bash":
         script = script.replace("    return 0\n", _BASH_HOOK).replace(
             "complete -o default", "complete -o default -o nosort")
-    if not install:
-        put(script)
-        return
-    try:
-        path = install_script(**typers)[1]
-        path.write_text(script + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DiskError(f"the completion can't be installed: {error}", where=str(Path.home()),
-                        fix=f"ppocli completion {name} > FILE, and have the shell read it"
-                        ) from error
-    output.say(f"completion for {name} takes effect in new shells; the script:")
-    put(path)
+    put(script)
 
 
-def find_shell(name: str | None = None) -> str:
-    """The shell that is named, else the one that ppocli runs in, else that of ``$SHELL``.
-
-    Raises:
-        ConfigError: it isn't one that we know.
-    """
-    import shellingham
-
-    shell = name
-    if shell is None:
-        with suppress(shellingham.ShellDetectionFailure, OSError):
-            shell = str(shellingham.detect_shell()[0])
-        if shell not in SHELLS:  # there is none, or a plain sh, as of a script
-            shell = Path(os.environ.get("SHELL", "")).name
-    if shell not in SHELLS:
-        what = f"there is no completion for {shell!r}{did_you_mean(shell, SHELLS)}" if shell \
-            else "the shell could not be determined"
-        raise ConfigError(what, where="SHELL",
-                          fix="name one of bash, zsh, fish: ppocli completion bash")
-    return shell
-
-
-def print_help(words: Annotated[list[str] | None, typer.Argument(
-        metavar="[COMMAND]...")] = None) -> None:
-    """Print the help of ppocli or of a command."""
-    app([*(words or ()), "--help"], prog_name="ppocli")
-
-
-_HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
+_HYDRA: dict[str, Any] = {"cls": Command, "context_settings": WORDS}
 # in the order in which --help lists them
 app.command(**_HYDRA, help=train_help())(train)
 app.command(**_HYDRA)(sft)
@@ -128,23 +80,21 @@ app.command(cls=Command)(runs.watch)
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
-app.command("export", cls=Command)(export.export_command)
+app.command("export", cls=Command)(results.export_command)
 app.command(cls=Command)(runs.report)
-app.command("plot", cls=Command)(plot.plot_runs)
-app.command(cls=Command)(plot.compare)
+app.command("plot", cls=Command)(results.plot_runs)
+app.command(cls=Command)(results.compare)
 app.add_typer(runs.runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
-app.add_typer(settings.recipes_app, name="recipes")
+app.add_typer(about.recipes_app, name="recipes")
 app.command("serve-reward", **_HYDRA)(serve.serve_reward)
 app.command("vllm-command", **_HYDRA)(serve.print_vllm_command)
-app.command(**_HYDRA)(settings.validate)
-app.command("schema", cls=Command)(settings.print_schema)
+app.command(**_HYDRA)(validate)
+app.command("schema", cls=Command)(about.print_schema)
 app.command("estimate", **_HYDRA)(estimate.print_estimate)
-app.command(cls=Command)(doctor.env)
-app.command(cls=Command)(doctor.doctor)
+app.command(cls=Command)(about.env)
+app.command(cls=Command)(about.doctor)
 app.command(cls=Command)(completion)
-app.command("help", hidden=True)(print_help)
-app.command("list", hidden=True, cls=Command)(runs.print_runs)
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ NOT_NEEDED = frozenset({"reward.fn", "data.path", "ppo.total_episodes, ppo.num_s
 
 def print_estimate(
         overrides: Overrides = None,
-        prompt_tokens: int | None = option("N", "Tokens of the longest prompt (default: of the "
-            "prompts themselves, if they and the tokenizer are on this machine).", min=1),
+        prompt_tokens: int | None = option("N", "Tokens of the longest prompt (default: "
+            "prompts.max_length, else 512).", min=1),
         available: bool = flag("Compare with the free memory of this machine.", "--available"),
         memory: float | None = option("GIB", "Compare with a device of this many GiB.", min=0.001,
                                     max=1e6),
@@ -50,23 +50,20 @@ def print_estimate(
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = composed(overrides or [])
-    from ppocli.config import tasks
-    from ppocli.config.algorithm import longest_rollout
     from ppocli.models.memory import estimate, models_of, read_config
     from ppocli.models.memory_check import advice, compared
     from ppocli.runs.model_files import quiet_transformers
 
     quiet_transformers()
     config = read_config(cfg.model, "model.path")
-    tokens_of = _example_tokens if tasks.task_name(cfg) in tasks.DATA_TASKS else _prompt_tokens
-    tokens, new, source = tokens_of(cfg, config, prompt_tokens)
+    tokens, new, source = _longest(cfg, config, prompt_tokens)
     hardware = cfg.hardware
     cuda = hardware.device == "cuda"
     if hardware.device == "auto":  # as on this machine
         import torch
 
         cuda = torch.cuda.is_available()
-    ranks, new = hardware.num_processes * hardware.num_nodes, new or longest_rollout(cfg)
+    ranks = hardware.num_processes * hardware.num_nodes
     needed = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
                       ranks=ranks, ranks_on_host=hardware.num_processes)
     sizes = compared(needed, _room(memory, cuda)) if available or memory is not None else None
@@ -115,71 +112,28 @@ def composed(words: Sequence[str]) -> TrainConfig:
     return composition.config
 
 
-def _prompt_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, None, str]:
-    """Tokens of the longest prompt; what the configuration says of responses; and how the first is
-    known."""
-    from ppocli.config.algorithm import longest_response
+def _longest(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, int, str]:
+    """Tokens of the longest prompt, or of an example before what is trained on; those after it;
+    and where the first is from."""
+    from ppocli.config import tasks
+    from ppocli.config.algorithm import longest_response, longest_rollout
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 
-    if typed is not None:
-        return typed, None, "as given"
-    lm = model_facts(cfg.model, config)
-    limit = max_positions(lm)
-    # an encoder-decoder has that many on either side
-    new = 0 if has_encoder(lm) else longest_response(cfg)
-    room = 2**31 if limit is None else max(limit - new, 1)
-    if (measured := _longest_prompt(cfg, room, whole=has_encoder(lm))) is not None:
-        return measured, None, "the longest there is"
-    if longest := cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]):
-        return min(longest, room), None, "prompts.max_length or length_sampler"
-    return min(ASSUMED_TOKENS, room), None, "assumed; set it with --prompt-tokens N"
-
-
-def _example_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, int, str]:
-    """Tokens of an example of the fullest pass, those before what is trained on apart, and how that
-    is known."""
-    from ppocli.config import tasks
-    from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading.model_config import max_positions, model_facts
-    from ppocli.models.loading.tokenizer import load_tokenizer
-    from ppocli.supervised.supervised_task import pass_tokens, read_rows
-
-    lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
-    path, hardware = cfg.data.path, cfg.hardware
-    if typed is None and path is not None and not names_hub_dataset(path):
-        train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm)
-        return *pass_tokens(cfg, train, hardware.num_processes * hardware.num_nodes), (
-            "the longest there are")
-    room = max_positions(lm) or 2**31
-    source = "as given" if typed else "data.max_length" if cfg.data.max_length else (
-        "assumed; set it with --prompt-tokens N")
-    tokens = min(typed or cfg.data.max_length or ASSUMED_TOKENS, room)
-    return (tokens, 1, source) if scores else (
-        tokens if lm.config.is_encoder_decoder else 1, tokens, source)
-
-
-def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
-    """Of the prompts of a run, if they and the tokenizer are on this machine."""
-    from ppocli.data.prompt_set import load_eval_prompts, load_prompts
-    from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading.chat_template import decided
-    from ppocli.models.loading.tokenizer import load_tokenizer
-
-    prompts = decided(cfg, cfg.model.path, cfg.model.revision).prompts
-    if (prompts.path is None and prompts.items is None) or any(
-            path is not None and names_hub_dataset(path)
-            for path in (prompts.path, prompts.eval.path)):
-        return None
-    try:
-        tokenizer = load_tokenizer(cfg.model)
-    except InputError:  # a folder with config.json alone
-        return None
-    training = load_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room, whole=whole)
-    judged = load_eval_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room,
-                               training=training, whole=whole)
-    return max(len(ids) for prompts_of_kind in (training, judged)
-               for ids in prompts_of_kind.token_ids)
+    lm, task = model_facts(cfg.model, config), tasks.task_name(cfg)
+    positions, on_data = max_positions(lm) or 2**31, task in tasks.DATA_TASKS
+    longest = cfg.data.max_length if on_data else (
+        cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]))
+    source = "as given" if typed else f"{'data' if on_data else 'prompts'}.max_length" if longest \
+        else "assumed; set it with --prompt-tokens N"
+    tokens = min(typed or longest or ASSUMED_TOKENS, positions)
+    if task == "reward_model":
+        return tokens, 1, source
+    if on_data:
+        return tokens if has_encoder(lm) else 1, tokens, source
+    if typed is None and not has_encoder(lm):  # an encoder-decoder has that many on either side
+        tokens = max(min(tokens, positions - longest_response(cfg)), 1)
+    return tokens, longest_rollout(cfg), source
 
 
 def _room(memory: float | None, cuda: bool) -> Room:

@@ -5,26 +5,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Annotated, Any
 
 import typer
 
 from ppocli.cli import options as opt
-from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
+from ppocli.cli.options import AsJson, Run, complete_setting, flag, option
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
 from ppocli.config.text import clean, cut, printable, printable_json
 from ppocli.distributed.standard_output import put
-from ppocli.errors import ConfigError, ThresholdError
+from ppocli.errors import ThresholdError
 
-PROGRESS_SECONDS = 10.0
-"""between lines of progress without a terminal"""
 LONGEST_TEXT = 300
 """characters of a printed prompt or response"""
 
 
 def evaluate(
-        ctx: typer.Context, run: Run = None,
+        run: Run = None,
         overrides: Annotated[list[str] | None, typer.Argument(
             metavar="[KEY=VALUE]...", autocompletion=complete_setting,
             help="Settings that override those of the run.")] = None,
@@ -46,7 +43,6 @@ def evaluate(
         name: str | None = option(
             "NAME", "Name of the results folder (default: e.g. step-000024)."),
         overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),
-        resume: bool = flag("", "--resume", hidden=True),
         show: int = option("N", "Print this many samples.", default=3, min=0),
         as_json: AsJson = False, trust: opt.Trust = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies; or measure a model on
@@ -71,11 +67,11 @@ def evaluate(
     from ppocli.api import carry_out
     from ppocli.evaluation.eval_request import PICTURE, RESULT, SAMPLES, EvalRequest
 
-    if resume:
-        raise ConfigError("Evaluations can't be resumed.", where="--resume",
-                          fix="run it again: the same seed gives the same samples")
     run, words = split_words(run, overrides)
-    request = request_of(EvalRequest, ctx, run=run, words=tuple(words))
+    request = EvalRequest(
+        run=run, words=tuple(words), against=against, prompts=prompts, reward=reward, limit=limit,
+        num_samples=num_samples, seed=seed, step=step, best=best, frontier=frontier, output=output,
+        name=name, overwrite=overwrite, min_reward=min_reward, trust=trust)
     folder, report = carry_out(request, working(), say, watching=_progress())
     if as_json:
         put(printable_json((folder / RESULT).read_text(encoding="utf-8")))
@@ -94,17 +90,15 @@ def evaluate(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal; elsewhere a line every ten seconds."""
-    if not sys.stderr.isatty() or display_mode() != "auto":
-        yield _Lines()
-        return
+    """A bar on a terminal."""
     from rich import progress
     from rich.console import Console
 
     bar = progress.Progress(
         progress.TextColumn("{task.description}"), progress.BarColumn(),
         progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
-        progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True,
+        disable=not sys.stderr.isatty() or display_mode() != "auto")
     with bar:
         task = bar.add_task("loading", total=None)
 
@@ -112,22 +106,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=role, completed=done, total=total)
 
         yield watch
-
-
-class _Lines:
-    """``policy: 96 of 256 samples, 12 s, about 20 s left``, now and then."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = 0.0
-
-    def __call__(self, role: str, done: int, total: int) -> None:
-        now = monotonic()
-        if not done:
-            self._begun = self._last = now
-        elif now - self._last >= PROGRESS_SECONDS:
-            self._last, seconds = now, now - self._begun
-            left = seconds / done * (total - done)
-            say(f"{role}: {done} of {total} samples, {seconds:.0f} s, about {left:.0f} s left")
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:

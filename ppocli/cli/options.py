@@ -5,11 +5,9 @@ Typer has the scripts and speaks with the shells. bash breaks words at ``=`` and
 hands on the last piece alone: :func:`complete_word` puts the words together again.
 """
 
-from collections.abc import Callable, Sequence
-from inspect import signature
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -21,62 +19,20 @@ from ppocli.builtin.names import (
     list_builtins,
     recipe_files,
 )
-from ppocli.cli.output import begin_command, choice_of, code_of, leave
-from ppocli.errors import AmbiguousError
+from ppocli.cli.output import begin_command, code_of, leave
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
-HYDRA_FLAGS = {
-    "-m": "run every combination of KEY=A,B", "--multirun": "run every combination of KEY=A,B",
-    "--cfg": "print the composed configuration", "--resolve": "with --cfg: resolve references",
-    "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
-    "--config-dir": "a folder with your own recipes or config groups",
-    "--config-name": "another primary config", "--hydra-help": "Hydra's own help",
-    "--trust": "with resume=RUN: run code that its configuration names"}
-
-Record = TypeVar("Record")
 
 
 class Command(TyperCommand):
     """A command whose function ends the process: with a message and an exit code of its own."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the function; see :func:`ppocli.cli.output.code_of`. A word that names two things is
-        asked about, and the function run with the answer."""
+        """Run the function; see :func:`ppocli.cli.output.code_of`."""
         invoke = super().invoke
-
-        def run() -> None:
-            try:
-                invoke(ctx)
-            except AmbiguousError as error:
-                meant = {error.name: choice_of(error)}
-                for name, value in ctx.params.items():
-                    several = isinstance(value, list | tuple)
-                    ctx.params[name] = [meant.get(each, each) for each in value] if several else \
-                        meant.get(value, value)
-                invoke(ctx)
-
         begin_command()
-        leave(code_of(run))
-
-
-class HydraCommand(Command):
-    """A command that hands options on to Hydra, and offers those after TAB as well."""
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Our own options, then Hydra's."""
-        return [*super().shell_complete(ctx, incomplete),
-                *(SimpleNamespace(value=name, help=text, type="plain")
-                  for name, text in HYDRA_FLAGS.items()
-                  if incomplete.startswith("-") and name.startswith(incomplete))]
-
-
-def request_of(record: Callable[..., Record], ctx: typer.Context, **others: Any) -> Record:
-    """What a command was asked for, as a dataclass: each field is the option of the same name,
-    unless it is among the ``others``."""
-    options = {name: ctx.params[name] for name in signature(record).parameters
-               if name in ctx.params}
-    return record(**{**options, **others})
+        leave(code_of(lambda: invoke(ctx)))
 
 
 def group(text: str) -> typer.Typer:
@@ -103,18 +59,8 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str
     before = [ctx.params.get("run"), *(ctx.params.get("overrides") or ())]
     keys = schema_keys()
     offers = complete_word([word for word in before if word], incomplete)
-    if not isinstance(ctx.command, HydraCommand):
-        offers = [offer for offer in offers if not offer.startswith(("+", "recipe="))]
     return [(offer, key.doc if offer.endswith("=") and (key := keys.get(offer[:-1]))
              else "") for offer in offers]
-
-
-def complete_target(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Runs; and settings, where RUN may be left out before them."""
-    runs = [(run, "") for run in complete_run(incomplete)]
-    takes_settings = any(param.name == "overrides" for param in ctx.command.params)
-    return complete_setting(ctx, incomplete) if not runs and incomplete and takes_settings \
-        else runs
 
 
 def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
@@ -124,13 +70,10 @@ def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
         words: those before it; bash may have broken them at ``=`` and ``:``.
         incomplete: its beginning; where bash has broken it, only what follows the break.
     """
-    from ppocli.config.command_words import CHOICES, SHORT
     from ppocli.config.keys import schema_keys
 
     whole, kept = _joined(words, incomplete)
     previous = whole[-1] if whole else ""
-    if not kept and (flag := SHORT.get(previous, previous)) in CHOICES:
-        return [value for value in CHOICES[flag] if value.startswith(incomplete)]
     # bash may stand right behind KEY=, and Typer has dropped the =
     if not kept and not incomplete and "=" not in previous and (offers := _values(previous, "")):
         return offers
@@ -198,7 +141,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(
     metavar="[WORDS]...", autocompletion=complete_setting,
     help="Settings KEY=VALUE, +recipe=NAME, and Hydra's options.")]
 Run = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", autocompletion=complete_target, help="A run's folder or name, a checkpoint, a "
+    metavar="[RUN]", autocompletion=complete_run, help="A run's folder or name, a checkpoint, a "
     "model folder, or a Hub name (default: the newest run below runs/).")]
 RunFolder = Annotated[str | None, typer.Argument(
     metavar="[RUN]", autocompletion=complete_run,

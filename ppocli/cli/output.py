@@ -6,34 +6,27 @@ from __future__ import annotations
 import errno
 import os
 import re
-import select
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.config.text import (
     clean,
     printable,
-    printable_json,
     user_line,
 )
-from ppocli.distributed.launchers import Launched, find_launch
 from ppocli.distributed.standard_output import put, reserve_stdout, result_stream
 from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
-from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
+from ppocli.errors import ConfigError, DiskError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
-    from ppocli.config.schema import RewardConfig
     from ppocli.publish.console import DisplayMode
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
-LEAST_WIDTH = 12
-"""minimum width in characters of a table's last column"""
 
 
 class _Manner:
@@ -99,13 +92,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
     from ppocli.runs.run_folder import finite_or_null
 
-    value = finite_or_null(value)
-    text = json.dumps(value, indent=indent, ensure_ascii=False)
-    try:
-        text.encode(result_stream().encoding or "utf-8")
-    except UnicodeEncodeError:  # the stream's own way out is no JSON
-        text = json.dumps(value, indent=indent)
-    show_text(printable_json(text))
+    put(json.dumps(finite_or_null(value), indent=indent))
 
 
 def show_text(text: str, end: str = "\n") -> None:
@@ -134,36 +121,14 @@ def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset
     """Print :func:`aligned` rows, columns without a single entry left out.
 
     Args:
-        fit: on a terminal, cut lines to its width: the last columns are shortened, or left out if
-            less than ``LEAST_WIDTH`` would remain.
+        fit: cut lines to the width of the terminal, if there is one.
     """
     kept = [number for number, column in enumerate(zip(*rows, strict=True))
             if not rows[1:] or any(cell not in ("", "-") for cell in column[1:])]
     width = shutil.get_terminal_size().columns if fit and result_stream().isatty() else None
-    while True:
-        lines = aligned([[row[number] for number in kept] for row in rows],
-                        frozenset(kept.index(number) for number in right if number in kept))
-        if width is None or len(kept) < 3:
-            break
-        last = max(len(row[kept[-1]]) for row in rows)
-        if max(map(len, lines)) - last + min(last, LEAST_WIDTH) <= width:
-            break
-        kept.pop()
-    if width is not None:
-        from rich.cells import cell_len
-
-        lines = [line if cell_len(line) <= width else _at_words(line, width) for line in lines]
-    for line in lines:
-        put(line)
-
-
-def _at_words(line: str, width: int) -> str:
-    """A line cut after a word if that loses little."""
-    from rich.cells import set_cell_size
-
-    kept = set_cell_size(line, width - 1)
-    at_word = kept[:kept.rfind(" ")] if " " in kept[width * 3 // 4:] else kept
-    return at_word.rstrip() + "…"
+    for line in aligned([[row[number] for number in kept] for row in rows],
+                        frozenset(kept.index(number) for number in right if number in kept)):
+        put(line if width is None or len(line) <= width else line[:width - 1] + "…")
 
 
 def shown_figure(value: float | None, digits: int = 4) -> str:
@@ -173,21 +138,10 @@ def shown_figure(value: float | None, digits: int = 4) -> str:
     return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
 
 
-def reward_labels(reward: RewardConfig) -> list[str]:
-    """Names of the rewards, each with its model and the library whose style it follows, if any."""
-    functions = [(entry["fn"], entry.get("kwargs") or {}, entry.get("style") or reward.style)
-                 for entry in reward.fns.values()] or [
-        (reward.fn or "env.fn", reward.kwargs, reward.style)]
-    return [(f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn))
-            + ("" if style in ("auto", "ppocli") else f" (style {style})")
-            for fn, kwargs, style in functions]
-
-
 def survive_any_terminal() -> None:
-    """Make the standard streams usable: closed ones are replaced, characters that an encoding lacks
-    are escaped, and a reader that has left (``ppocli ... | head``) ends the process quietly."""
+    """Make the standard streams usable: closed ones are replaced, and characters that an encoding
+    lacks are escaped."""
     _Manner.alone = True
-    signal.signal(signal.SIGPIPE, _end_without_reader)
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
     for name in ("stdout", "stderr"):
@@ -196,21 +150,6 @@ def survive_any_terminal() -> None:
         elif hasattr(stream, "reconfigure"):
             with suppress(ValueError, OSError):
                 stream.reconfigure(errors="backslashreplace")
-
-
-def _end_without_reader(number: int, frame: FrameType | None) -> None:
-    """Ignore SIGPIPE, which sockets raise too, for example when a client hangs up: their code
-    handles a ``BrokenPipeError``."""
-    standard = select.poll()
-    for descriptor in (result_stream().fileno(), 2):
-        standard.register(descriptor, 0)
-    if any(event & (select.POLLERR | select.POLLHUP) for _, event in standard.poll(0)):
-        os._exit(BROKEN_PIPE)
-
-
-def ignore_broken_pipes() -> None:
-    """From here on a closed terminal is no reason to end: a training run continues."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 def code_of(run: Callable[[], object]) -> int:
@@ -248,29 +187,6 @@ def code_of(run: Callable[[], object]) -> int:
     return 0
 
 
-def choice_of(error: AmbiguousError) -> str:
-    """Ask on the terminal which of two things the user means.
-
-    Raises:
-        AmbiguousError: there is no terminal, or the answer is neither.
-    """
-    first, second = error.choices
-    answer = answer_to(f"{error.what} Which one? [1: {first}, 2: {second}] ")
-    meant = {"1": first, "2": second, first: first, second: second}
-    if answer not in meant:
-        raise error
-    return meant[answer]
-
-
-def answer_to(question: str) -> str | None:
-    """The answer typed on the terminal; None without one."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        return None
-    result_stream().flush()
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip()
-
-
 def leave(code: int) -> NoReturn:
     """Flush the streams and exit; a closed pipe must not cause further messages."""
     for stream in {id(each): each for each in (result_stream(), sys.stdout, sys.stderr)}.values():
@@ -288,13 +204,6 @@ def leave(code: int) -> NoReturn:
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
 
 
-def one_process_error(what: str, launched: Launched) -> ConfigError:
-    """The error of a command that needs a single process."""
-    return ConfigError(f"{what} works in one process, and {launched.by} has started "
-                       f"{launched.world}.", where="WORLD_SIZE or srun's number of tasks",
-                       fix="start it without the launcher, or with one process (srun --ntasks=1)")
-
-
 @contextmanager
 def working(fix: str | None = None) -> Iterator[StopFlag]:
     """A flag that Ctrl-C and SIGTERM set. The engine's notes go to standard error; transformers'
@@ -304,16 +213,9 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
         fix: how to go on after a stop, for the message.
 
     Raises:
-        ConfigError: a launcher has started several processes of this command.
         StoppedError: a signal asked to stop and the work reached a safe point.
     """
     import logging
-
-    launched = find_launch(os.environ)
-    if launched is not None and launched.world > 1:
-        if not launched.first:  # rank 0 says so
-            raise SystemExit(ConfigError.exit_code)
-        raise one_process_error("This command", launched)
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ppocli.cli.output import reward_labels
+from ppocli.cli import output
 from ppocli.config import compose, config_yaml, hydra_sweep, schema, tasks
 from ppocli.config.command_words import Words, read_words
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, Problem
-from ppocli.config.text import counted
+from ppocli.config.text import clean, counted
 from ppocli.data import chat_text, sources
 from ppocli.environments.registry import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
@@ -25,15 +25,21 @@ from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.runs import model_files, run_folder
 from ppocli.runs.checkpoints import find_latest, refuse_pruned
 
+ORDER = (2, 3, 7, 6, 5)
+"""exit codes, the one that decides first; others come last"""
+
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a valid run would do. ``prompts`` and ``examples`` are None for a Hub data set, which
-    isn't read here; ``steps`` and ``samples`` if they depend on it."""
+    """What a valid run would do. ``rows`` is None for a Hub data set, which isn't read here;
+    ``steps`` and ``samples`` if they depend on it."""
 
+    task: str
     model: str
     reward: list[str]
-    prompts: int | None
+    rows: int | None
+    """prompts, examples, or of a reward model pairs to train on"""
     steps: int | None
     samples: int | None
     samples_per_step: int
@@ -43,14 +49,10 @@ class Plan:
     job: int | None = None
     varied: list[str] = field(default_factory=list)
     """overrides in which this job of a sweep differs from others"""
-    task: str = "ppo"
-    examples: int | None = None
-    """to train on; of a reward model: pairs"""
 
     def __str__(self) -> str:
-        one, count = ("prompt", self.prompts) if self.task not in tasks.DATA_TASKS else (
-            "pair" if self.task == "reward_model" else "example", self.examples)
-        rows = f"{one}s of the Hub" if count is None else counted(count, one)
+        one = {"reward_model": "pair", "sft": "example"}.get(self.task, "prompt")
+        rows = f"{one}s of the Hub" if self.rows is None else counted(self.rows, one)
         what = f"reward {' + '.join(self.reward)}" if one == "prompt" else self.task
         job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
         each = counted(self.samples_per_step, "sample" if one == "prompt" else one)
@@ -63,12 +65,20 @@ class Plan:
 def plan_of(config: schema.TrainConfig, rows: int | None, folder: Path) -> Plan:
     """The plan of a run in ``folder`` that has so many prompts or examples to train on."""
     task = tasks.task_name(config)
-    on_data = task in tasks.DATA_TASKS
-    return Plan(config.model.path, [] if on_data else reward_labels(with_styles(config.reward)),
-                None if on_data else rows, tasks.planned_steps(config, rows),
+    return Plan(task, config.model.path, [] if task in tasks.DATA_TASKS else _reward_labels(
+                    with_styles(config.reward)), rows, tasks.planned_steps(config, rows),
                 tasks.planned_samples(config, rows), tasks.samples_per_step(config),
-                config.hardware.device, config.hardware.precision, str(folder), task=task,
-                examples=rows if on_data else None)
+                config.hardware.device, config.hardware.precision, str(folder))
+
+
+def _reward_labels(reward: schema.RewardConfig) -> list[str]:
+    """Names of the rewards, each with its model and the library whose style it follows, if any."""
+    functions = [(entry["fn"], entry.get("kwargs") or {}, entry.get("style") or reward.style)
+                 for entry in reward.fns.values()] or [
+        (reward.fn or "env.fn", reward.kwargs, reward.style)]
+    return [(f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn))
+            + ("" if style in ("auto", "ppocli") else f" (style {style})")
+            for fn, kwargs, style in functions]
 
 
 @dataclass(slots=True)
@@ -78,16 +88,10 @@ class Checked:
     problems: list[PpocliError] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     config: schema.TrainConfig | None = None
-    warnings: list[str] = field(default_factory=list)
-    """on what is allowed and rarely intended"""
     notes: list[str] = field(default_factory=list)
     """on how the words were read"""
     facts: list[str] = field(default_factory=list)
     """lines about the data set that a run, or a sweep's first job, trains on"""
-    colour: bool = False
-    """whether ``facts`` may have colours"""
-    not_looked_at: list[str] = field(default_factory=list)
-    """what only loading everything would show"""
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -104,23 +108,22 @@ class Checked:
                 self.problems.append(error)
 
 
-def check_words(words: Sequence[str], *, colour: bool = False) -> Checked:
-    """Check the words of ``ppocli train``. Nothing is written.
+# A run or a sweep ---------------------------------------------------------------------------------
 
-    Args:
-        colour: mark the tokens that are trained on by their colour.
-    """
-    checked = Checked(colour=colour)
+def check_words(words: Sequence[str]) -> Checked:
+    """Check the words of ``ppocli train``, and print notes; the first problem decides the exit
+    code. Nothing is written."""
+    checked = Checked()
     with checked.collecting():
         read = read_words(words)
-        if read.only_prints:
-            raise ConfigError("These options only print something; there is no run to check.",
-                              where="command line", fix="leave out --cfg, --info, --hydra-help and "
-                              "--shell-completion")
         if read.is_sweep:
             _check_sweep(read, checked)
         else:
             _check_run(compose.compose(read), checked)
+    for note in dict.fromkeys(checked.notes):
+        output.say(clean(note))
+    checked.problems.sort(key=lambda error: ORDER.index(error.exit_code)
+                          if error.exit_code in ORDER else len(ORDER))
     return checked
 
 
@@ -153,7 +156,7 @@ def _check_sweep(words: Words, checked: Checked) -> None:
     jobs: list[tuple[hydra_sweep.SweepJob, Checked]] = []
 
     def run_job(job: hydra_sweep.SweepJob) -> None:
-        one = Checked(colour=checked.colour)
+        one = Checked()
         jobs.append((job, one))
         with one.collecting():
             checked.notes += job.composed.notes
@@ -172,9 +175,7 @@ def _check_sweep(words: Words, checked: Checked) -> None:
     shared: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         checked.config, checked.facts = checked.config or one.config, checked.facts or one.facts
-        checked.not_looked_at = checked.not_looked_at or one.not_looked_at
         folder = Path(sweep_dir or f"{one.config.output_dir if one.config else ''}/{name}")
-        checked.warnings += one.warnings
         checked.plans += [replace(plan, folder=str(folder / str(job.number))) for plan in one.plans]
         for problem in one.problems:
             shared.setdefault(str(problem), (problem, []))[1].append(job.number)
@@ -231,7 +232,6 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
     if "tracking.trackers" not in wrong:
         with checked.collecting():
             check_trackers(config.tracking)
-    checked.not_looked_at = _not_looked_at(config)
     if not checked.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
         from ppocli.launch.preflight import check_models  # loads torch
 
@@ -276,14 +276,13 @@ def _check_data(config: schema.TrainConfig, checked: Checked) -> int | None:
         if not on_data:
             mixed_in: Any = supervised_task.read_mixed_in(config, tokenizer, unloaded)
             checked.facts = ["ppo.ptx.data:",
-                             *encoding.facts(mixed_in, tokenizer, colour=checked.colour)]
+                             *encoding.facts(mixed_in, tokenizer)]
             return None
         train, val_rows = supervised_task.read_rows(config, tokenizer, unloaded)
-        checked.facts = list(encoding.facts(train, tokenizer, colour=checked.colour))
+        checked.facts = list(encoding.facts(train, tokenizer))
         if val_rows is not None:
-            *_, count = encoding.facts(val_rows, tokenizer, colour=False)
-            notes = [] if val is None else val_rows.notes
-            checked.facts += [f"data.val: {line}" for line in (*notes, count)]
+            *_, count = encoding.facts(val_rows, tokenizer)
+            checked.facts.append(f"data.val: {count}")
         return len(train)
     return None
 
@@ -298,11 +297,8 @@ def _rows(spec: sources.Source) -> list[Any] | None:
         return []
     if _on_hub(spec.path):
         return None
-    rows = chat_text.take_rows(sources.open_rows(spec, []), spec, [],
-                            most=spec.limit if spec.key == "prompts" else None)
-    if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
-        chat_text.prompt_texts(chat_text.prompt_cells(rows, spec), rows, spec, None)
-    return rows
+    return chat_text.take_rows(sources.open_rows(spec, []), spec, [],
+                               most=spec.limit if spec.key == "prompts" else None)
 
 
 def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
@@ -314,18 +310,6 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
         yield replace(reward, metric_fn=None)
     if reward.metric_fn is not None:  # with a reward that is right
         yield replace(reward, fn="length", fns={}, kwargs={"target": 1})
-
-
-def _not_looked_at(config: schema.TrainConfig) -> list[str]:
-    """What a check without weights leaves open, in words."""
-    ppo = tasks.task_name(config) not in tasks.DATA_TASKS
-    paths = (config.prompts.path, config.prompts.eval.path) if ppo else (
-        config.data.path, tasks.val_source(config.data))
-    on_gpu = config.hardware.device == "cuda" or config.model.quantization is not None
-    return ["weights and memory", *["what the reward returns"] * ppo,
-            *["data on the Hub"] * _on_hub(*paths),
-            *["whether the servers answer"] * (config.rollout.engine == "vllm"),
-            *["whether there is a GPU"] * on_gpu]
 
 
 # The folder ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -15,9 +16,9 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, flag, option
-from ppocli.config.text import clean, figure, format_bytes, printable
+from ppocli.config.text import figure, format_bytes, printable
 from ppocli.distributed.standard_output import put, result_stream
-from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
+from ppocli.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal, RunInfo
@@ -110,7 +111,6 @@ Folder = Annotated[Path | None, typer.Argument(
 
 
 @runs_app.command("list", cls=Command)
-@runs_app.command("ls", hidden=True, cls=Command)
 def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     """List runs with status, step, reward and size, most recently written first.
 
@@ -249,15 +249,6 @@ def prune_runs(
         _delete(plan, yes, as_json)
 
 
-@runs_app.command("rm", hidden=True, cls=Command, context_settings=opt.WORDS)
-@runs_app.command("rename", hidden=True, cls=Command, context_settings=opt.WORDS)
-def refuse_gone(ctx: typer.Context) -> None:
-    """A run is a folder: rm deletes it, mv renames it."""
-    fix = "rm -r runs/NAME" if ctx.info_name == "rm" else "mv runs/NAME runs/OTHER"
-    raise ConfigError(f"ppocli runs {ctx.info_name} is gone: a run is a folder of its own.",
-                      where="command line", fix=fix)
-
-
 def _shown_parts(removal: Removal) -> str:
     from ppocli.runs.retention import STEP
 
@@ -275,35 +266,20 @@ def _size(plan: list[Removal]) -> str:
 
 
 def _delete(plan: list[Removal], yes: bool, as_json: bool = False) -> None:
-    """Ask, unless with ``yes``, and delete; the first problem is raised once the rest is done."""
+    """Ask, unless with ``yes``, and delete."""
     from ppocli.runs.listing import carry_out
 
     if not yes:
-        answer = output.answer_to(f"Delete this ({_size(plan)})? [y/N] ")
-        if answer is None:
+        if not sys.stdin.isatty():
             raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
                               where="command line", fix="look at the list, then add --yes")
-        if answer.lower() not in ("y", "yes"):
+        if not typer.confirm(f"Delete this ({_size(plan)})?", err=True):
             output.say("Nothing was deleted.")
             return
-    deleted: list[Removal] = []
-    problems: list[PpocliError] = []
     for removal in plan:
-        try:
-            carry_out(removal)
-            deleted.append(removal)
-        except PpocliError as problem:
-            problems.append(problem)
-        except OSError as error:
-            problems.append(DiskError(
-                f"{removal.run} could not be deleted: {error.strerror or error}.",
-                where=str(error.filename or removal.run), fix="look at its permissions"))
-    for other in problems[1:]:  # the first one ends the command
-        output.say(f"Error: {clean(other.what)}")
-    _print_removals(deleted, as_json)
-    output.say(f"{_size(deleted)} given back.")
-    if problems:
-        raise problems[0]
+        carry_out(removal)
+    _print_removals(plan, as_json)
+    output.say(f"{_size(plan)} given back.")
 
 
 def _print_removals(deleted: list[Removal], as_json: bool) -> None:

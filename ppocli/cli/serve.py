@@ -3,18 +3,17 @@ server that samples."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
-from ppocli.cli.output import complain, ignore_broken_pipes, say, working
+from ppocli.cli.output import complain, say, working
 from ppocli.config import extras
 from ppocli.distributed import host_memory
 from ppocli.distributed.standard_output import put
-from ppocli.errors import ConfigError, InputError, StoppedError
+from ppocli.errors import ConfigError, StoppedError
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -49,7 +48,6 @@ def serve_reward(
     """
     from ppocli.rewards.remote import from_environment
 
-    ignore_broken_pipes()  # whoever has read the address may be gone
     cfg = _reward_config(overrides or [])
     token = None if token_env is None else from_environment(
         token_env, "Authorization", "--token-env", ConfigError)
@@ -59,7 +57,7 @@ def serve_reward(
     server = None
     try:
         with working() as stop:
-            reward = _reward(cfg, tokenizer is not None)
+            reward = _reward(cfg)
             server = _listen(
                 host, port, reward, max_body=max_body_mib * 2**20, token=token,
                 tokenizer=None if tokenizer is None else _load_tokenizer(cfg, tokenizer),
@@ -88,13 +86,10 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
     problems.raise_problems([problem for problem in problems.find_problems(cfg)
                              if problem.key.split(", ")[0].startswith("reward.")],
                             fix="ppocli serve-reward reward.fn=my_rewards:score, or +recipe=NAME")
-    if "http" in [cfg.reward.fn, *(entry.get("fn") for entry in cfg.reward.fns.values())]:
-        raise ConfigError("reward.fn=http asks a server; to serve it would only pass it on.",
-                          where="reward.fn", fix="name the reward itself")
     return cfg
 
 
-def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
+def _reward(cfg: TrainConfig) -> Reward:
     from ppocli.distributed.torch_settings import settle_threads
     from ppocli.rewards.scoring import build_reward
     from ppocli.training.state import seed_generators
@@ -104,41 +99,25 @@ def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
     reward = build_reward(replace(cfg.reward, on_invalid="skip"))
     for path in reward.code_files:
         say(f"running code from {path}")
-    for part in () if hands_tokenizer else reward.parts:
-        if any(p.name == "tokenizer" for p in part.parameters):
-            say(f"{part.label} asks for a tokenizer and gets None; to hand it one: "
-                "--tokenizer FOLDER")
     return reward
 
 
 def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
     from ppocli.models.loading.tokenizer import load_tokenizer
 
-    try:
-        return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None,
-                                      chat_template=None, chat_template_kwargs={}))
-    except InputError as error:
-        fix = (error.fix or "").replace("model.tokenizer_path=", "--tokenizer ")
-        raise error.reworded(where="--tokenizer",
-                             fix=fix.replace("model.path=", "--tokenizer ")) from error
+    return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None,
+                                  chat_template=None, chat_template_kwargs={}))
 
 
 def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServer:
     from ppocli.rewards.serving import RewardServer
 
-    fix = "--host 127.0.0.1, or 0.0.0.0 for all"
-    if not host:  # to the system that is every address
-        raise ConfigError("The address to listen on is empty.", where="--host", fix=fix)
     try:
-        socket.getaddrinfo(host, port)
         return RewardServer(host, port, reward, **settings)
-    except socket.gaierror as error:
-        raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",
-                          where="--host", fix=fix) from error
-    except OSError as error:
-        raise ConfigError(f"{host}:{port} can't be listened on: "
-                          f"{os.strerror(error.errno or 0)}.", where="--port",
-                          fix="another port; 0 takes a free one") from error
+    except OSError as error:  # socket.gaierror, too: there is no such address
+        raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}.",
+                          where="--host, --port",
+                          fix="--host 127.0.0.1, or another --port; 0 takes a free one") from error
 
 
 def print_vllm_command(overrides: Overrides = None) -> None:

@@ -89,7 +89,6 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
     """
     from ppocli.cli.sweep import go_on
 
-    output.ignore_broken_pipes()
     go_on(sweep, overrides or [], trust)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
+from dataclasses import asdict
 from inspect import getdoc
 from os.path import isdir
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,12 +21,17 @@ from ppocli.config.import_guard import TRUST
 from ppocli.config.text import did_you_mean
 from ppocli.distributed.launchers import Launched, find_launch
 from ppocli.distributed.standard_output import put, result_stream
-from ppocli.errors import CheckpointError, ConfigError
+from ppocli.errors import CheckpointError, ConfigError, PpocliError
 
 if TYPE_CHECKING:
+    from ppocli.cli.run_checks import Checked
     from ppocli.config.command_words import Words
 DryRun = Annotated[bool, typer.Option(
     "--dry-run", help="Load everything and try one small step; nothing is kept.")]
+
+
+NOT_LOOKED_AT = ("not looked at: weights, memory and servers, what the reward returns, data on the "
+                 "Hub (--dry-run of the command that trains loads everything and tries a step)")
 
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
@@ -130,6 +136,41 @@ def resume(run: opt.OneRun, overrides: Overrides = None, no_progress: NoProgress
     run_words(resume_words(run, more), plain=no_progress, dry_run=dry_run)
 
 
+def validate(overrides: Overrides = None, as_json: opt.AsJson = False) -> None:
+    """Report everything that is wrong with a run, or with all jobs of a sweep, before it starts.
+
+    Checks settings, models, prompts, rewards and the output folder, and reports every problem with
+    its origin and its fix. Nothing is written. Exit code 0: valid; 2 settings, 3 model or data,
+    7 reward, 6 disk, 5 run folder (for several kinds, the first in this order).
+
+    \b
+    Examples:
+      ppocli validate +recipe=quickstart
+      ppocli validate model.path=./lm prompts.path=prompts.jsonl reward.fn=my_rewards:score \\
+          ppo.total_episodes=2000
+      ppocli validate -m +recipe=quickstart seed=1,2
+    """
+    from ppocli.cli.run_checks import check_words
+    from ppocli.config.secrets import safe_text
+
+    checked = check_words(overrides or [])
+    if not as_json:
+        _raise_all(checked.problems)
+        _print_plans(checked)
+        output.say(NOT_LOOKED_AT)
+        return
+    exit_code = checked.problems[0].exit_code if checked.problems else 0
+    output.print_json({
+        "valid": not checked.problems, "exit_code": exit_code,
+        "problems": [{"exit_code": error.exit_code, "code": error.code,
+                      **{part: text and safe_text(text) for part, text in (
+                          ("what", error.what), ("where", error.where), ("fix", error.fix))}}
+                     for error in checked.problems],
+        "runs": list(map(asdict, checked.plans)), "data": checked.facts})
+    if exit_code:
+        raise SystemExit(exit_code)
+
+
 def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = False) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
 
@@ -144,9 +185,7 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
     """
     output.set_manner(plain=plain)
     if dry_run:
-        from ppocli.cli import validate
-
-        validate.dry_run(words)
+        _dry_run(words)
         return
     from ppocli.config.command_words import read_words
 
@@ -156,10 +195,47 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
     if read.is_sweep and not read.only_prints:
         from ppocli.cli.sweep import run_sweep
 
-        output.ignore_broken_pipes()
         run_sweep(read)
     else:
         _train(read)
+
+
+def _dry_run(words: Sequence[str]) -> None:
+    """Check a run as :func:`validate` does, then load everything and make a small first step
+    (of a sweep: of its first job). Nothing is kept.
+
+    Raises:
+        PpocliError: whatever would end the run at its first step.
+        StoppedError: stopped by a signal.
+    """
+    from ppocli.cli.run_checks import check_words
+
+    checked = check_words(words)
+    _raise_all(checked.problems)
+    assert checked.config is not None
+    with output.working() as stop:
+        from ppocli.launch.preflight import try_first_step
+
+        lines = try_first_step(checked.config, stop)
+    _print_plans(checked)
+    put("\n".join(lines))
+
+
+def _raise_all(problems: Sequence[PpocliError]) -> None:
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise PpocliError("\n".join([f"{len(problems)} problems:", *(
+            "  " + str(error).replace("\n", "\n  ") for error in problems)]),
+            exit_code=problems[0].exit_code)
+
+
+def _print_plans(checked: Checked) -> None:
+    plans = checked.plans
+    put(f"valid: {plans[0]}" if len(plans) == 1 else
+        "\n  ".join([f"valid: a sweep of {len(plans)} jobs", *map(str, plans)]))
+    for line in checked.facts:
+        put(line)
 
 
 def resume_words(run: str, words: Sequence[str]) -> list[str]:
@@ -212,7 +288,6 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
         return
     from ppocli.launch.launch import Caller, launch
 
-    output.ignore_broken_pipes()
     outcome = launch(checked, Caller("own", output.display_mode(), output.say, store=store))
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
@@ -226,14 +301,15 @@ def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
     from ppocli.launch import external_launch
     from ppocli.launch.launch import Caller, run_here
 
-    output.ignore_broken_pipes()
     store = external_launch.open_store(launched)
 
     def work() -> None:
         if launched.first:
             words = read_words(typed)
             if words.is_sweep:
-                raise output.one_process_error("A sweep", launched)
+                raise ConfigError(f"A sweep works in one process, and {launched.by} has started "
+                                  f"{launched.world}.", where="WORLD_SIZE or srun's tasks",
+                                  fix="start it without the launcher")
             _train(words, launched, store)
         elif (start := external_launch.wait_for_start(store)) is not None:
             run_here(start, Caller("own", store=store))

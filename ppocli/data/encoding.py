@@ -297,23 +297,21 @@ def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:
 
 # For people ---------------------------------------------------------------------------------------
 
-def rendered(tokens: Ids, trained: Mask, tokenizer: Any, *, colour: bool) -> str:
-    """The text of an example. Trained parts are green or in brackets, control characters are
-    escaped."""
-    on, off = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
+def rendered(tokens: Ids, trained: Mask, tokenizer: Any) -> str:
+    """The text of an example. Trained parts are in brackets, control characters are escaped."""
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     parts: list[str] = []
     for start, end in pairwise(edges):
         text = printable(str(tokenizer.decode(tokens[start:end].tolist(), skip_special_tokens=False,
                                               clean_up_tokenization_spaces=False)))
-        parts.append(f"{on}{text}{off}" if end > start and trained[start] else text)
+        parts.append(f"[{text}]" if end > start and trained[start] else text)
     return "".join(parts)
 
 
-def facts(data: Examples | Pairs, tokenizer: Any, *, colour: bool) -> Iterator[str]:
+def facts(data: Examples | Pairs, tokenizer: Any) -> Iterator[str]:
     """Lines about the data: the first rows as the model sees them, the number of rows that were
     left out or cut, and the size."""
-    show = partial(rendered, tokenizer=tokenizer, colour=colour)
+    show = partial(rendered, tokenizer=tokenizer)
     for i, place in enumerate(data.places[:SHOWN]):
         yield f"{place}:"
         if isinstance(data, Examples):

@@ -6,7 +6,6 @@ exactly if that file exists.
 """
 
 import itertools
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,28 +70,6 @@ class EvalRequest:
     trust: bool = False
     """code that the configuration of somebody else's run names may run"""
 
-    def check(self) -> None:
-        """Check the arguments by themselves.
-
-        Raises:
-            ConfigError: flags that exclude each other, or an unusable value.
-        """
-        if self.min_reward is not None and not math.isfinite(self.min_reward):
-            raise ConfigError(f"--min-reward {self.min_reward} is no finite number.",
-                              where="--min-reward", fix="give a number, e.g. --min-reward 0.8")
-        name = self.name
-        if name is not None and (name != Path(name).name or name.startswith(".")):
-            raise ConfigError(f"--name {name}: a name is no path.", where="--name",
-                              fix="--output DIR says where, --name NAME how it is called there")
-        if self.reward is not None and self.own_reward:
-            raise ConfigError("reward and reward_fn set the same thing.", where="ppocli.evaluate",
-                              fix="give one of them")
-        typed_keys = {_key(word) for word in self.words}
-        for flag, key, value in self._settings():
-            if value is not None and key in typed_keys:
-                raise ConfigError(f"{flag} and {key} set the same thing.", where="command line",
-                                  fix="give one of them")
-
     def sets(self, key: str) -> bool:
         """Whether a word sets this key, or the same one for evaluation."""
         section, _, name = key.partition(".")
@@ -124,7 +101,7 @@ class EvalRequest:
         return [*self.words, *([] if self.seed is None else [f"seed={self.seed}"])]
 
     def overrides(self, target: Target) -> list[str]:
-        """Words for :mod:`ppocli.launch.target_config`: flags, then ``words``.
+        """Words for :mod:`ppocli.launch.target_config`: flags, then ``words``, which win.
 
         A word for ``generation`` or ``prompts`` counts at evaluation, also where the run sets
         something else for evaluation alone.
@@ -144,8 +121,9 @@ class EvalRequest:
                       for name in getattr(run.reward, part)]
             # a Python function takes this place once the words have been composed
             words.append(f"reward.fn={'length' if self.own_reward else literal(str(self.reward))}")
-        words += [f"{key}={value}" for flag, key, value in self._settings()
-                  if value is not None and flag not in ("--prompts", "--reward")]
+        flags = {"prompts.eval.limit": self.limit, "prompts.eval.repeat": self.num_samples,
+                 "seed": self.seed}
+        words += [f"{key}={value}" for key, value in flags.items() if value is not None]
         keys = {_key(word) for word in (*self.words, *words)}
         return [word for word in words if _key(word) not in typed_keys] + [
             *self.words, *(word for word in _counting(self.words) if _key(word) not in keys)]
@@ -165,13 +143,6 @@ class EvalRequest:
                 trust.check_run(other.run_dir, cfg, ("model.",), trusts=self.trust)
             return other
         return base_target(target, cfg.model, "--against base")
-
-    def _settings(self) -> list[tuple[str, str, str | int | None]]:
-        return [("--prompts", "prompts.eval.path", self.prompts),
-                ("--prompts", "prompts.path", self.prompts), ("--reward", "reward.fn", self.reward),
-                ("--limit", "prompts.eval.limit", self.limit),
-                ("--num-samples", "prompts.eval.repeat", self.num_samples),
-                ("--seed", "seed", self.seed)]
 
 
 def base_target(target: Target, model: ModelConfig, asked_by: str) -> Target:

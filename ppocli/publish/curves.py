@@ -1,7 +1,7 @@
 """Figures of runs for charts: those of a report, thinned to what a chart can show; those of
 ``ppocli plot``, smoothed; and runs side by side.
 
-Drawing is done by the report's page, :mod:`ppocli.publish.pictures` and :mod:`ppocli.cli.plot`.
+Drawing is done by the report's page, :mod:`ppocli.publish.pictures` and :mod:`ppocli.cli.results`.
 """
 
 from collections.abc import Sequence
@@ -240,12 +240,8 @@ _CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks"
             "reward.metric_fn", "reward.scale")
 
 
-def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Compare runs with the first one, as ``ppocli compare --json`` prints it.
-
-    Args:
-        metrics: the figures to compare (default: the main ones).
-    """
+def compare_runs(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Compare runs with the first one, as ``ppocli compare --json`` prints it."""
     labels = run_labels(runs)
     episodes = min(_episodes(run.rows) for run in runs)
     compared = []
@@ -253,7 +249,7 @@ def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict
         best_step, best = listing.best_evaluation(run)
         compared.append({
             "name": label, "path": str(run.folder.path), "status": run.status,
-            "equal": _at(run, episodes, metrics), "end": _at(run, _episodes(run.rows), metrics),
+            "equal": _at(run, episodes), "end": _at(run, _episodes(run.rows)),
             "best": best, "best_step": best_step, "best_metric": run.config.checkpoint.metric})
     return {
         # the largest number of samples that all runs have reached, which `equal` is after
@@ -268,7 +264,7 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1].get("episode") or 0) if rows else 0
 
 
-def _at(run: RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]:
+def _at(run: RunRecord, episodes: int) -> dict[str, Any]:
     """A run after ``episodes`` samples: ``seconds`` spent in steps and evaluations until then, and
     the newest ``figures`` up to then."""
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
@@ -277,7 +273,7 @@ def _at(run: RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]
         "step": int(rows[-1]["step"]) if rows else 0, "episodes": _episodes(rows),
         "seconds": sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval")),
         "figures": {name: next((row[name] for row in reversed(rows) if row.get(name) is not None),
-                               None) for name in metrics or (*_COMPARED, *extra)}}
+                               None) for name in (*_COMPARED, *extra)}}
 
 
 def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Curves as PNG and SVG files. matplotlib draws them; the extra ``plot`` installs it.
 
 The report's page draws its own (``report/templates/report.js``), the terminal's are
-:mod:`ppocli.cli.plot`.
+:mod:`ppocli.cli.results`.
 """
 
 from __future__ import annotations

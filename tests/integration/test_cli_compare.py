@@ -122,27 +122,3 @@ def test_two_are_needed(runs, compare):
     assert compare("a", "runs/a", code=2).err == (
         "Error: Comparing needs two or more different runs.\n  where: command line\n"
         "  fix:   ppocli compare runs/ONE runs/OTHER\n")
-
-
-def test_given_figures_are_compared_and_drawn_over_one_another(runs, compare, compared):
-    change_rows(runs / "runs/b/metrics.jsonl",
-                lambda row: {**row, "policy/grad_norm": 7.0 * row["step"] if row["step"] else None})
-    found = compared("a", "b", "--metric", "kl,policy/grad_norm")
-    assert list(found["runs"][0]["end"]["figures"]) == ["objective/kl", "policy/grad_norm"]
-    assert found["runs"][1]["end"]["figures"]["policy/grad_norm"] == 28.0
-    drawn = {(curve["run"], curve["metric"]): curve["values"] for curve in found["curves"]}
-    assert drawn["b", "policy/grad_norm"] == [7.0, 14.0, 21.0, 28.0]
-    assert len(drawn) == 4
-    said = compare("a", "b", "-m", "policy/grad_norm", code=0).out
-    table, chart = said.split("win rate of b over a")
-    assert "policy/grad_norm" in table
-    assert "objective/kl" not in table
-    assert "policy/grad_norm" in chart
-    assert "28" in chart
-    assert "* a" in chart
-    compare("a", "b", "-o", "curves.svg", code=0)
-    assert (runs / "curves.svg").read_text().startswith("<svg")
-    assert "exists already" in compare("a", "b", "-o", "curves.svg", code=2).err
-    compare("a", "b", "-o", "curves.svg", "-m", "kl", "--overwrite", code=0)
-    assert "Reward" not in (runs / "curves.svg").read_text()
-    assert "there is no such figure" in compare("a", "b", "-m", "grad_norm", code=2).err

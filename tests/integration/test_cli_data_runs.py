@@ -127,13 +127,12 @@ def test_responses_of_a_supervised_run_are_judged():
     assert found.win_rate["compared"] == 2
 
 
-def test_samples_and_data_from_python(shared_world, capsys):
+def test_data_from_python(shared_world):
     given = {"run_name": "given", "hardware.device": "cpu", "sft.num_updates": 1,
              "generation.max_new_tokens": 4}
     words = [f"{key}={value}" for key, value in given.items()]
-    run = ppocli.train(words, model_path=shared_world / "lm",
-                       samples=[("we", " saw it ."), {"prompt": "we", "completion": " left ."}])
-    assert "this is supervised fine-tuning" in capsys.readouterr().err
+    run = ppocli.sft(words, model_path=shared_world / "lm", data=[
+        {"prompt": "we", "completion": end} for end in (" saw it .", " left .")])
     assert read_config(run.run_dir / "config.yaml").data.path == "<python object>"
     with pytest.raises(PpocliError, match="its folder doesn't hold the data") as error:
         ppocli.evaluate(run.run_dir, ["data.val=0.5"])
@@ -144,8 +143,6 @@ def test_samples_and_data_from_python(shared_world, capsys):
     on = ppocli.sft([f"resume={run.run_dir}", "sft.num_updates=2"],
                     data=[{"prompt": "we", "completion": end} for end in (" saw it .", " left .")])
     assert on.summary["steps"] == 2
-    with pytest.raises(ConfigError, match="samples are imitated, and prompts is for PPO"):
-        ppocli.train(samples=["a"], prompts=["b"])
 
 
 def test_jobs_are_ranked_by_what_they_minimise(data_runs):

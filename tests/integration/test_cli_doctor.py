@@ -11,7 +11,7 @@ from helpers import ppocli
 from hub_double import HubDouble
 from runs import PLANTED
 
-from ppocli.cli import doctor
+from ppocli.cli import about
 from ppocli.runs import environment
 from ppocli.runs.environment import describe, without_credentials
 
@@ -59,25 +59,25 @@ def test_a_failed_check_is_1_and_says_what_to_do_and_env_goes_without_torch(tmp_
     ("import os; os.abort()", "exit code -6"), ("import sys; sys.exit(3)", "exit code 3"),
     ("import threading; threading.Event().wait()", "no answer within 2 s")])
 def test_an_import_may_crash_or_hang(code, error, monkeypatch):
-    monkeypatch.setattr(doctor, "SECONDS", 12)
-    assert doctor.ask(code) == {"error": error}
+    monkeypatch.setattr(about, "SECONDS", 2)
+    assert about.ask(code) == {"error": error}
 
 
 @pytest.mark.parametrize(("gpus", "driver", "verdict"), [
     ([], None, "ok"), (["X"], "535.183", "ok"), ([], "535.183", "warning")])
 def test_a_driver_whose_gpu_torch_does_not_see(gpus, driver, verdict, tmp_path, monkeypatch):
     facts = json.dumps({"version": "2.13", "build": "CUDA 13.0", "gpus": gpus})
-    monkeypatch.setattr(doctor, "TORCH", f"print({facts!r})")
+    monkeypatch.setattr(about, "TORCH", f"print({facts!r})")
     monkeypatch.setattr(environment, "nvidia_driver", lambda: driver)
-    check = doctor.torch(tmp_path)
+    check = about.torch(tmp_path)
     assert (check.verdict, "torch sees no GPU" in check.text) == (verdict, verdict == "warning")
 
 
 def test_versions_outside_our_bounds(tmp_path, monkeypatch):
-    assert doctor.packages(tmp_path).verdict == "ok"
+    assert about.packages(tmp_path).verdict == "ok"
     install(tmp_path / "site", "typer", "0.99.0")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    check = doctor.packages(tmp_path)
+    check = about.packages(tmp_path)
     assert (check.verdict, check.fix) == ("fail", "pip install 'typer<0.31,>=0.26'")
     assert "typer 0.99.0 (needs <0.31,>=0.26)" in check.text
 
@@ -88,11 +88,11 @@ def test_a_hub_that_answers_and_one_out_of_reach(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with HubDouble() as double:
         monkeypatch.setenv("HF_ENDPOINT", double.url)
-        assert doctor.hub(tmp_path) == doctor.Check("ok", f"{double.url} can be reached")
+        assert about.hub(tmp_path) == about.Check("ok", f"{double.url} can be reached")
     with socket.socket() as bound:  # not listening: connections are refused
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://me:{PLANTED}@127.0.0.1:{bound.getsockname()[1]}")
-        check = doctor.hub(tmp_path)
+        check = about.hub(tmp_path)
     assert (check.verdict, "doesn't answer within 2 s" in check.text) == ("warning", True)
     assert PLANTED not in str(check)
 

@@ -37,7 +37,7 @@ RUN = ("prompts.path=prompts.jsonl", "reward.fn=length", "reward.kwargs.target=4
 
 def test_it_tells_what_a_run_takes(typed):
     done = typed("estimate", "model.path=./lm", *RUN, code=0)
-    for text in ("./lm on cpu fp32, 1 process", "4 tokens of prompt (the longest there is)",
+    for text in ("./lm on cpu fp32, 1 process", "tokens of prompt (assumed; set it with --prompt",
                  "MiB per process", "optimizer state", "keys and values (KV cache)",
                  "most at once", "per checkpoint"):
         assert text in done.out

@@ -1,10 +1,8 @@
 """Which run is meant by a folder, a path or a name; names that are taken, and run folders that are
 damaged."""
 
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,13 +43,6 @@ def test_a_path_is_no_name(place, monkeypatch):
         find_run("x" * 300, say=print)
 
 
-class Typed(io.StringIO):
-    """What is typed on a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def twice(place) -> Path:
     """The current folder with ``./lm``, a model, and ``runs/lm``, trained from it."""
@@ -69,17 +60,6 @@ def test_a_name_of_a_path_and_of_a_run_is_refused(twice, app, command):
     shutil.rmtree("lm")
     Path("lm").symlink_to(twice)
     assert find_target("lm", say=print).run_dir == twice  # both are one
-
-
-@pytest.mark.parametrize(("answer", "code", "out"), [
-    ("1\n", 0, "would export:  ./lm to out"),
-    ("runs/lm\n", 0, "would export:  runs/lm, step 4 to out"),
-    ("\n", 2, "")])
-def test_on_a_terminal_it_is_asked_which(twice, export, monkeypatch, answer, code, out):
-    monkeypatch.setattr(sys, "stdin", Typed(answer))
-    ended = export("lm", "--dry-run", "-o", "out", code=code)
-    assert "lm is both ./lm and runs/lm. Which one? [1: ./lm, 2: runs/lm] " in ended.err
-    assert ended.out.startswith(out)
 
 
 def test_near_names_are_told_before_anything_loads(place, app):

@@ -98,12 +98,9 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
 
 @pytest.mark.parametrize(("given", "code", "said"), [
     ([], 2, "reward.fn: missing"), (["reward.fn=nowhere:score"], 7, "nowhere"),
-    (["reward.fn=http", "reward.kwargs.url=http://localhost:1/"], 2, "only pass it on"),
     ([*LENGTH, "--token-env", "NOT_SET_1"], 2, "NOT_SET_1"),
-    ([*LENGTH, "--host", "no.such.host.invalid"], 2, "not an address of this machine"),
-    ([*LENGTH, "--host", ""], 2, "--host 127.0.0.1"),
-    ([*LENGTH, "--tokenizer", "nowhere"], 3, "give a folder: --tokenizer /path"),
-    ([*LENGTH, "--tokenizer", "./nowhere"], 3, "--tokenizer")])
+    ([*LENGTH, "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:0 can't be listened on"),
+    ([*LENGTH, "--tokenizer", "./nowhere"], 3, "./nowhere does not exist")])
 def test_what_is_wrong_is_told_before_anything_listens(given, code, said, app):
     ended = app("serve-reward", "--port", 0, *given, code=code)
     assert said in ended.err

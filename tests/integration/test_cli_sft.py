@@ -121,7 +121,7 @@ def test_validate_shows_the_data_and_the_plan(world, validate):
     assert any("longer than 8 tokens: cut at the end" in line for line in lines)
     assert any(line.startswith("data.val: 3 examples, ") for line in lines)
     found = json.loads(validate("task=sft", *KEYS, "--json", code=0).out)
-    assert found["runs"][0]["examples"] == 10
+    assert found["runs"][0]["rows"] == 10
     assert found["data"][0] == "line 1 of data.jsonl:"
     (world / "bad.jsonl").write_text(rows(2) + '{"prompt": "the film"}\n')
     wrong = validate("task=sft", *KEYS, "data.path=bad.jsonl", code=3)
@@ -141,7 +141,8 @@ def test_a_dry_run_finds_the_first_gradient(trained, world, app):
 
 
 def test_the_estimate_has_no_reference_and_no_value(world, app):
-    found = json.loads(app("estimate", "task=sft", *KEYS, "--json", code=0).out)
+    found = json.loads(app("estimate", "task=sft", *KEYS, "--prompt-tokens", "16", "--json",
+                           code=0).out)
     assert [part["name"] for part in found["parts"]] == ["policy"]
     assert found["prompt_tokens"] + found["new_tokens"] - 1 <= 16
     assert found["rows"]["update"] == 4

@@ -133,7 +133,7 @@ def test_arguments_of_a_recipe_s_reward_do_not_reach_the_one_that_replaces_it():
     (lambda: ppocli.train(prompts={"prompt": "The film"}), "prompts"),
     (lambda: ppocli.train(prompts=["it"], eval_prompts="The film"), "eval_prompts"),
     (lambda: ppocli.train(prompts=Path("prompts.txt")), "prompts"),
-    (lambda: ppocli.train(samples="The film"), "samples"),
+    (lambda: ppocli.sft(data="The film"), "data"),
     (lambda: ppocli.sft(data=["it"], val_data={"text": "it"}), "val_data"),
     (lambda: ppocli.evaluate("none", prompts={"prompt": "The film"}), "prompts"),
     (lambda: ppocli.PPOTrainer(prompts="The film"), "prompts")])

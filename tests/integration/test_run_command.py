@@ -64,4 +64,4 @@ def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, com
     command(*words[:3], "ppo.epochs=3", *words[4:], "resume=auto", code=0)
     rows = [row for row in jsonl(world / "runs/r/metrics.jsonl") if row["step"]]
     assert [row["episode"] for row in rows] == [8, 12, 18]  # 3 prompts, 2 samples of each
-    assert app("list", code=0).out.split("\n")[1].split()[2] == "3/3"
+    assert app("runs", "list", code=0).out.split("\n")[1].split()[2] == "3/3"

@@ -245,5 +245,6 @@ def test_what_a_class_lacks_is_said_before_a_model_loads(word, code, said, here,
     tried = words("sampler", "run_name=r", *(["rollout.engine=decode"] * word.startswith("reward")),
                   word)
     tried = [one for one in tried if word.startswith("rollout") or "kwargs" not in one]
-    assert said in command(*tried, code=code).err
     assert said in validate(*tried, code=code).err
+    if "Starred" in word:
+        assert said in command(*tried, code=code).err

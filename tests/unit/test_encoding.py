@@ -29,7 +29,7 @@ def load(rows, tokenizer, wants="completions", *, max_tokens=32, encoder=False, 
 
 def shown(data, tokenizer, place=0):
     """The text with what is trained on between brackets; each token has a space in front."""
-    return rendered(data.tokens[place], data.trained[place], tokenizer, colour=False)
+    return rendered(data.tokens[place], data.trained[place], tokenizer)
 
 
 @pytest.mark.parametrize(("row", "train_on", "says"), [
@@ -256,7 +256,7 @@ def test_pairs_share_their_prompt_and_end_where_the_answer_does():
     assert data.chosen[0].tolist() == ids("<s> the film was good </s>")
     assert data.rejected[0].tolist() == ids("<s> the film was very bad </s>")
     assert (data.prompt_lengths, data.margins) == ([4], [2.0])
-    assert list(facts(data, tokenizer, colour=False)) == [
+    assert list(facts(data, tokenizer)) == [
         "item 1 of data.items:", "  chosen:   <s> the film was[good </s>]",
         "  rejected: <s> the film was[very bad </s>]", "  margin:   2", "1 pair"]
     data = load([talk], tokenizer, "pairs")
@@ -303,11 +303,9 @@ def test_examples_are_shown_with_marks_and_without_terminal_escapes():
     tokenizer = utf8_bytes()
     row = {"prompt": "a\x1b[1m", "completion": "é"}
     data = load([row], tokenizer)
-    assert list(facts(data, tokenizer, colour=False)) == [
+    assert list(facts(data, tokenizer)) == [
         "item 1 of data.items:", "  a\\x1b[1m[é<|endoftext|>]",
         "1 example, 8 tokens, 3 of them trained on"]
-    assert "\x1b[32mé<|endoftext|>\x1b[0m" in next(
-        line for line in facts(data, tokenizer, colour=True) if "é" in line)
     read = read_examples(data_config(), wants="completions", items=["a", ""])
     data = encode_examples(read, data_config(), tokenizer, max_tokens=9, encoder=False)
     assert data.notes == ("1 row was empty: left out",)

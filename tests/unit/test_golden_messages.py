@@ -11,7 +11,7 @@ from helpers import checked, request_of, write_jsonl
 from ppocli.config.command_words import read_words
 from ppocli.config.schema import PromptsConfig, RewardConfig
 from ppocli.data.prompt_set import load_prompts
-from ppocli.errors import AmbiguousError, DivergedError, PpocliError, StoppedError
+from ppocli.errors import DivergedError, PpocliError, StoppedError
 from ppocli.rewards.scoring import build_reward
 from ppocli.runs.checkpoints import open_checkpoint
 from ppocli.runs.target import find_run
@@ -97,8 +97,6 @@ rewards.py:score (rewards.py:1) returned NaN for sample 0: 'prompt0 response0'
 night does not exist (looked in HERE).
   where: RUN
   fix:   name a run's folder: ppocli runs list"""),
-    "a name of two things": (raising(AmbiguousError("lm", ("./lm", "runs/lm"))), "ambiguous-name",
-                             "lm is both ./lm and runs/lm.\n  fix:   write ./lm or runs/lm"),
     "a checkpoint that isn't there": (
         lambda: open_checkpoint(Path("step-000004").absolute()), "refused-run", """\
 step-000004 can't be used: it is not a folder

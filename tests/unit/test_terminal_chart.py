@@ -3,7 +3,7 @@
 
 import pytest
 
-from ppocli.cli.plot import draw
+from ppocli.cli.results import draw
 from ppocli.publish.pictures import Line, Panel
 
 
@@ -31,7 +31,7 @@ def test_several_series_are_told_apart():
     assert colours[-2:] == [f"  {cyan}⣿⣿\x1b[0m low", f"  {yellow}⣿⣿\x1b[0m high"]
 
 
-@pytest.mark.parametrize(("style", "dots"), [("dots", "●"), ("marks", "A"), ("ascii", "A")])
+@pytest.mark.parametrize(("style", "dots"), [("dots", "●"), ("marks", "A")])
 def test_evaluations_are_dots_over_every_line(style, dots):
     one = Line("a", [(0, 1.0), (10, 1.0)], evaluated=[(5, 1.0), (10, 0.0)])
     rows = draw(Panel("t", [one]), style=style, width=40)
@@ -42,9 +42,3 @@ def test_evaluations_are_dots_over_every_line(style, dots):
     rows = draw(Panel("t", [one, curve([(0, 1.0), (10, 1.0)], "b")]), style=style, width=40)
     assert rows[1].count(dots) == 1, "not under the second run"
     assert rows[-2].endswith(f" a   {dots} its evaluations")
-
-
-def test_ascii_is_ascii():
-    lines = draw(Panel("t", [curve([(0, 0.0), (5, 2.0)])]), style="ascii")
-    assert "\n".join(lines).isascii()
-    assert "*" in lines[1]

@@ -29,7 +29,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("report", "RUN", "-o", "page.html"), ("report", "RUN", "--json"), ("runs", "list", "runs"),
     ("compare", "RUN", "runs/good"), ("watch", "RUN", "--from-start", "--no-progress"),
     ("plot", "RUN", "--json"), ("export", "RUN", "-o", "exported"), ("export", "RUN", "--best"),
-    ("eval", "RUN", "--limit", "2"), ("generate", "RUN", "-p", "the film", "--max-new-tokens", "3"),
+    ("eval", "RUN", "--limit", "2"),
+    ("generate", "RUN", "-p", "the film", "generation.max_new_tokens=3"),
     ("resume", "RUN"), ("resume", "RUN"), ("train", "resume=RUN", "ppo.num_steps=4"))
 CODES = {0, *range(2, 12)}
 """how a command may end that was given a damaged run"""

@@ -1,4 +1,5 @@
-"""``ppocli doctor`` and ``ppocli env``: what a person with a failing installation needs to know.
+"""``ppocli recipes``, ``schema``, ``doctor`` and ``env``: settings of whole runs, what can be set,
+and what a person with a failing installation needs to know.
 
 Importing torch or DeepSpeed may crash or hang, so it is tried in a process of its own.
 """
@@ -10,27 +11,160 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ppocli.cli.options import AsJson
-from ppocli.cli.output import complain, print_json, say
-from ppocli.config.text import format_bytes
+from ppocli.builtin.names import recipe_files
+from ppocli.cli.options import AsJson, Command, flag, group
+from ppocli.cli.output import complain, print_json, print_table, say
+from ppocli.config.text import did_you_mean, format_bytes, pasted
 from ppocli.distributed.standard_output import put
-from ppocli.errors import PpocliError
+from ppocli.errors import ConfigError, PpocliError
 from ppocli.runs import atomic
-from ppocli.runs.daemon import in_daemon
 from ppocli.runs.hub import hub_reachable, offline_variable
 
-SECONDS = 90
-"""that a check may take"""
+if TYPE_CHECKING:
+    from ppocli.config.keys import Key
+
+
+recipes_app = group("List, show and copy recipes.")
+Name = Annotated[str, typer.Argument(autocompletion=lambda: list(recipe_files()))]
+
+
+@recipes_app.command("list", cls=Command)
+def print_recipes(as_json: AsJson = False) -> None:
+    """List the recipes: those in ./recipes of the current folder, then the included ones."""
+    recipes = [{"name": name, "purpose": _purpose(file), "file": str(file)}
+               for name, file in recipe_files().items()]
+    if as_json:
+        print_json(recipes)
+    else:
+        print_table([("name", "purpose"), *(
+            (each["name"], each["purpose"]) for each in recipes)])
+
+
+def _purpose(file: Path) -> str:
+    """The first comment of a recipe."""
+    lines = _text(file).splitlines() if file.is_file() else ()
+    return next((line.lstrip("# ").strip() for line in lines
+                 if line.startswith("#") and not line.startswith("# @")), "")
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+@recipes_app.command("show", cls=Command)
+def print_recipe(name: Name) -> None:
+    """Print a recipe as YAML."""
+    put(_text(recipe_file(name)), end="")
+
+
+@recipes_app.command("copy", cls=Command)
+def copy_recipe(name: Name,
+                destination: Annotated[Path | None, typer.Argument(
+                    metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
+                overwrite: bool = flag("Replace an existing file.", "--overwrite")) -> None:
+    """Copy a recipe in order to change it."""
+    source = recipe_file(name)
+    target = destination if destination is not None else Path("recipes")
+    if target.suffix != ".yaml":
+        target = target / f"{name}.yaml"
+    if target.exists() and (not overwrite or target.samefile(source)):
+        raise ConfigError(f"{target} exists already.", where=str(target), fix="give another name, "
+                          f"e.g. {target.with_name('mine.yaml')}, or replace it with --overwrite")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(source.read_bytes())
+    put(target)
+    folder = target.parent.resolve()
+    option = "" if folder == Path.cwd() / "recipes" else f"--config-dir {pasted(target.parent)} "
+    say(f"Change it, then run: ppocli train {option}{pasted('+recipe=' + target.stem)}")
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    files = recipe_files()
+    if name not in files:
+        raise ConfigError(f"unknown recipe {name}{did_you_mean(name, list(files))}",
+                          fix="choose one of: " + ", ".join(files))
+    return files[name]
+
+
+# The schema ---------------------------------------------------------------------------------------
+
+def complete_key(incomplete: str) -> list[str]:
+    """Keys and sections of the configuration."""
+    from ppocli.config.keys import schema_keys, schema_sections
+
+    return [*schema_sections(), *schema_keys()]
+
+
+def print_schema(
+        name: Annotated[str | None, typer.Argument(
+            metavar="[KEY]", autocompletion=complete_key,
+            help="A key or a section: ppo.vf_coef, ppo (default: all).")] = None,
+        as_json: AsJson = False) -> None:
+    """Print every setting with its type, default, allowed values and meaning.
+
+    \b
+    Examples:
+      ppocli schema ppo
+      ppocli schema generation.top_p
+      ppocli schema --json
+    """
+    from ppocli.config.keys import schema_keys, schema_sections
+
+    keys = [key for key in schema_keys().values()
+            if name is None or key.name == name or key.name.startswith(name + ".")]
+    if not keys:
+        raise ConfigError(f"{name}: there is no such key or section"
+                          + did_you_mean(str(name), [*schema_keys(), *schema_sections()]),
+                          where="command line", fix="ppocli schema lists all keys")
+    if as_json:
+        print_json([_facts(key) for key in keys])
+    else:
+        put("\n".join(map(_shown, keys)))
+
+
+def _facts(key: Key) -> dict[str, Any]:
+    from omegaconf import MISSING
+
+    bounds = {name: key.metadata[name] for name in ("ge", "gt", "le", "lt")
+              if key.metadata[name] is not None}
+    return {"key": key.name, "type": key.expected, "required": key.default == MISSING,
+            "default": None if key.default == MISSING else key.default,
+            "choices": key.metadata["choices"] and list(key.metadata["choices"]), **bounds,
+            "meaning": key.doc}
+
+
+def _shown(key: Key) -> str:
+    from omegaconf import MISSING
+
+    default = "must be given" if key.default == MISSING else (
+        f"default {json.dumps(key.default, ensure_ascii=False)}")
+    values = key.allowed if key.metadata["choices"] else ", ".join(
+        text for text in (key.expected, key.allowed) if text)
+    if key.metadata["choices"] and key.optional:
+        values += " or null"
+    doc = textwrap.fill(key.doc, 96, initial_indent="    ", subsequent_indent="    ",
+                        break_long_words=False, break_on_hyphens=False)
+    return f"{key.name}  ({values}; {default})\n{doc}"
+
+
+# The machine --------------------------------------------------------------------------------------
+
+SECONDS = 80
+"""that an import may take"""
 DISK_FAIL, DISK_LOW = 200 * 10**6, 5 * 10**9
 """bytes; a checkpoint takes three times the weights"""
 TORCH = """
@@ -61,9 +195,9 @@ def ask(code: str) -> dict[str, Any]:
     try:
         done = subprocess.run([sys.executable, "-P", "-c", code], text=True, errors="replace",
                               check=False, stdin=subprocess.DEVNULL, capture_output=True,
-                              timeout=SECONDS - 10)
+                              timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {SECONDS - 10} s"}
+        return {"error": f"no answer within {SECONDS} s"}
     with suppress(ValueError, IndexError):
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
@@ -136,7 +270,7 @@ def output(folder: Path) -> Check:
     """Runs can be written, and locked, where they go."""
     from ppocli.runs import environment, run_folder
 
-    new = [part for part in (folder, *folder.absolute().parents) if not part.exists()]
+    made = not folder.exists()
     try:
         run_folder.probe_writable(folder)
         with run_folder.lock_beside(folder / "probe", "try another folder"):
@@ -144,9 +278,9 @@ def output(folder: Path) -> Check:
     except (PpocliError, OSError) as error:
         return Check("fail", getattr(error, "what", str(error)), "output_dir=ANOTHER-FOLDER")
     finally:
-        for part in new:
+        if made:
             with suppress(OSError):
-                part.rmdir()
+                folder.rmdir()
 
 
 def disk(folder: Path) -> Check:
@@ -160,9 +294,6 @@ def disk(folder: Path) -> Check:
     least = min(free.values())
     return Check("ok" if least >= DISK_LOW else "warning" if least >= DISK_FAIL else "fail", text,
                  None if least >= DISK_LOW else "free some space, or set output_dir, HF_HOME")
-
-
-CHECKS = (packages, torch, deepspeed, hub, output, disk)
 
 
 def doctor(folder: Annotated[Path, typer.Argument(
@@ -179,11 +310,9 @@ def doctor(folder: Annotated[Path, typer.Argument(
       ppocli doctor /scratch/runs
       ppocli doctor --json
     """
-    results: dict[str, Check] = {}
-    for check in CHECKS:
-        begun = in_daemon(partial(check, folder), f"doctor-{check.__name__}")
-        result = results[check.__name__] = begun.result() if wait([begun], SECONDS).done else Check(
-            "fail", f"no answer within {SECONDS} s", "a network file system or a driver hangs")
+    results = {}
+    for check in (packages, torch, deepspeed, hub, output, disk):
+        result = results[check.__name__] = check(folder)
         for text in [f"{result.verdict:<8} {check.__name__:<10} {result.text}",
                      *([f"{'':<19} fix: {result.fix}"] if result.fix else [])]:
             (say if as_json else put)(text)

@@ -1,11 +1,12 @@
-"""``ppocli plot`` and ``compare``: curves of runs in the terminal, as a picture, or as numbers; and
-runs side by side."""
+"""``ppocli plot``, ``compare`` and ``export``: curves of runs, runs side by side, and a policy as a
+folder that others can load."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,23 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ppocli.cli import output
-from ppocli.cli.options import AsJson, complete_run, flag, option
-from ppocli.config.text import clean, printable, shown
-from ppocli.distributed.standard_output import put, result_stream
+from ppocli.cli.options import AsJson, Best, Run, Step, Trust, complete_run, flag, option
+from ppocli.cli.output import say, working
+from ppocli.config.text import clean, printable, short_path, shown
+from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from ppocli.publish.pictures import Panel
 
-Style = Literal["dots", "colours", "marks", "ascii"]
+
+Style = Literal["dots", "colours", "marks"]
 """``dots``: braille, for one curve. ``colours``: braille, each curve in a colour of its own.
-``marks``: a letter of its own for each curve. ``ascii``: the same, and ASCII frames."""
+``marks``: a letter of its own for each curve."""
 _ROWS = 15
 """of a chart, its axis included"""
 _COLOURS = ("cyan", "orange", "magenta", "green", "blue", "red")
 _MARKS, _DOTS = "*ox+#@%&", "ABCDEFGH"
 """of the lines, and of their evaluations where there are no colours"""
-_FRAME = "┤│└─┬"
 
 
 def plot_runs(
@@ -39,7 +41,7 @@ def plot_runs(
         metric: str = option("NAME,...", "Metrics by their names in metrics.jsonl, or reward, kl, "
             "length, entropy, clip, lr, loss, eval, accuracy, perplexity, margin (default: "
             "reward,kl; of trainings on a data set loss,eval).", "--metric", "-m", default=""),
-        smooth: int = option("N", "Show the mean of the last N steps.", default=1),
+        smooth: int = option("N", "Show the mean of the last N steps.", default=1, min=1),
         out: Path | None = option("FILE", "Write a picture, .svg or .png (pip install "
             "'ppocli[plot]'), instead of drawing in the terminal.", "--output", "-o"),
         overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
@@ -53,74 +55,33 @@ def plot_runs(
       ppocli plot runs/ONE runs/OTHER --metric reward --output reward.svg
     """
     from ppocli.publish.curves import collect, metric_names
+    from ppocli.publish.pictures import draw as draw_picture
+    from ppocli.publish.report_page import write_file
     from ppocli.runs.target import find_run, read_runs
 
-    if smooth < 1:
-        raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
-    check_out(out, overwrite)
+    if out is not None and out.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"{out} must end in .svg or .png.", where="--output",
+                          fix="--output curves.svg")
+    if out is not None and os.path.lexists(out) and not overwrite:
+        raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--output",
+                          fix="choose another name, or add --overwrite")
     runs = read_runs(names or [str(find_run(None, say=output.say))])
     charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
-        output.print_json({"smooth": smooth, "series": numbers_of(charts)}, indent=None)
-    show_curves([*charts.values()], out, quiet=as_json)
-
-
-def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> None:
-    """Draw charts into a file, whose path is printed, or in the terminal; print nothing if
-    ``quiet``.
-
-    Raises:
-        ConfigError: matplotlib isn't installed.
-        DiskError: the file can't be written.
-    """
-    from ppocli.publish.pictures import draw as draw_picture
-    from ppocli.publish.report_page import write_file
-
-    if out is not None:
-        write_file(out, draw_picture(charts, out.suffix.lower().removeprefix(".")))
-        if not quiet:
-            output.show_text(str(out))
-    elif not quiet:
-        style = chosen_style(max(len(chart.lines) for chart in charts))
-        width = shutil.get_terminal_size().columns
-        drawings = [draw(chart, style=style, width=width) for chart in charts]
-        put("\n\n".join(map("\n".join, drawings)))
-
-
-def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:
-    """The curves of each metric, for JSON."""
-    return [{"run": curve.name, "metric": metric, "steps": [step for step, _ in curve.points],
+        output.print_json({"smooth": smooth, "series": [
+            {"run": curve.name, "metric": name, "steps": [step for step, _ in curve.points],
              "values": [value for _, value in curve.points]}
-            for metric, chart in charts.items() for curve in chart.lines]
-
-
-def check_out(out: Path | None, overwrite: bool) -> None:
-    """Refuse an output file for a picture that can't be written.
-
-    Raises:
-        ConfigError: its ending is not that of a picture, or it exists already.
-    """
-    if out is None:
-        return
-    folder = os.path.isdir(out)
-    if out.suffix.lower() not in (".svg", ".png"):
-        raise ConfigError(f"--output {out}: must end in .svg or .png", where="command line",
-                          fix=f"e.g. --output {out / 'curves.svg' if folder else out}"
-                          + ".svg" * (not folder))
-    if folder or (os.path.lexists(out) and not overwrite):
-        raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--output",
-                          fix="choose another name" + ("" if folder else ", or add --overwrite"))
-
-
-def chosen_style(runs: int) -> Style:
-    """The style that distinguishes several curves: colours, or letters without them."""
-    try:
-        f"⣿{_FRAME}".encode(result_stream().encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return "ascii"
-    if runs == 1:
-        return "dots"
-    return "colours" if output.has_colours() and os.environ.get("TERM") != "dumb" else "marks"
+            for name, chart in charts.items() for curve in chart.lines]}, indent=None)
+    if out is not None:
+        write_file(out, draw_picture([*charts.values()], out.suffix.lower().removeprefix(".")))
+        if not as_json:
+            output.show_text(str(out))
+    elif not as_json:
+        several = max(len(chart.lines) for chart in charts.values()) > 1
+        style: Style = "dots" if not several else "colours" if output.has_colours() else "marks"
+        drawings = [draw(chart, style=style, width=shutil.get_terminal_size().columns)
+                    for chart in charts.values()]
+        put("\n\n".join(map("\n".join, drawings)))
 
 
 def draw(panel: Panel, *, width: int = 80, style: Style = "dots") -> list[str]:
@@ -165,8 +126,6 @@ def draw(panel: Panel, *, width: int = 80, style: Style = "dots") -> list[str]:
     for points, marker in over:
         chart.draw(_signal(chart, points, marker))
     lines = chart.build().string(colorless=style != "colours")
-    if style == "ascii":
-        lines = lines.translate(str.maketrans(_FRAME, "|||-+"))
     legend = [*keys.values()] if len(panel.lines) > 1 else [f"  {dot} evaluation"] if over else []
     return [clean(panel.title), *(line.rstrip() for line in lines.splitlines()), *legend]
 
@@ -183,40 +142,26 @@ def compare(
         names: Annotated[list[str], typer.Argument(
             metavar="RUN RUN...", autocompletion=complete_run,
             help="Folders or names of runs; the others are compared with the first.")],
-        metric: str = option("NAME,...", "Compare these figures, and draw their curves over one "
-            "another; names as of ppocli plot.", "--metric", "-m", default=""),
-        out: Path | None = option("FILE", "Write the curves to a picture, .svg or .png.",
-            "--output", "-o"),
-        overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
         as_json: AsJson = False) -> None:
-    """Compare runs: figures after the same number of samples, settings, win rates, curves.
+    """Compare runs: figures after the same number of samples, settings that differ, win rates.
 
     \b
     Examples:
       ppocli compare runs/ONE runs/OTHER
-      ppocli compare runs/ONE runs/OTHER --metric reward,kl
-      ppocli compare runs/ONE runs/OTHER --metric eval,policy/grad_norm -o curves.svg
       ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
     """
-    from ppocli.publish.curves import collect, compare_runs, metric_names
+    from ppocli.publish.curves import compare_runs
     from ppocli.runs.target import read_runs
 
-    check_out(out, overwrite)
     runs = read_runs(names)
     if len(runs) < 2:
         raise ConfigError("Comparing needs two or more different runs.",
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
-    metrics = metric_names(metric, runs) if metric or out is not None else []
-    curves = collect(runs, metrics)
-    comparison = compare_runs(runs, metrics if metric else ())
+    comparison = compare_runs(runs)
     if as_json:
-        output.print_json(comparison | ({"curves": numbers_of(curves)} if curves else {}))
+        output.print_json(comparison)
     else:
         _print_comparison(comparison)
-    if curves:
-        if not as_json:
-            put()
-        show_curves([*curves.values()], out, quiet=as_json)
 
 
 def _print_comparison(comparison: dict[str, Any]) -> None:
@@ -255,3 +200,68 @@ def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]
             *([f"  {name}", *(output.shown_figure(of_run.get(name)) for of_run in figures)]
               for name in names),
             ["  seconds", *(f"{at['seconds']:.0f}" for at in moments)]]
+
+
+# export -------------------------------------------------------------------------------------------
+
+def export_command(
+        run: Run = None,
+        output: Path | None = option("DIR", "Folder to write (default: RUN/export/NAME, e.g. "
+            "step-000024).", "--output", "-o"),
+        best: Best = False, step: Step = None,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+            "fp32|bf16|fp16", "Store the weights in this type (default: unchanged)."),
+        merge: bool | None = option(None, "For a LoRA policy: a whole model with the adapter "
+            "merged in (default), or the adapter's own folder.", "--merge/--adapter"),
+        overwrite: bool = flag(
+            "Replace an existing export; your text in its README.md is kept.", "--overwrite"),
+        dry_run: bool = flag("Print what would be done and write nothing.", "--dry-run"),
+        as_json: AsJson = False, trust: Trust = False,
+        to_hub: str | None = option("USER/NAME", "Push the verified folder to this repository on "
+            "the Hub."),
+        public: bool = typer.Option(False, "--public/--private", help="Visibility of the "
+            "repository (default: private).")) -> None:
+    """Export a policy as a verified Hugging Face folder with a model card; optionally push it.
+
+    The folder is reloaded with transformers and compared with its source before it gets its final
+    name. The last line on standard output is its path, or its address on the Hub.
+
+    \b
+    Examples:
+      ppocli export runs/NAME
+      ppocli export runs/NAME --best --dtype bf16 -o ./my-model
+      ppocli export runs/LORA --adapter -o ./my-adapter
+      ppocli export ./lm --dtype fp16 -o ./lm-fp16
+      ppocli export runs/NAME --to-hub USER/NAME --dry-run
+      ppocli export ./my-model --to-hub USER/NAME --public
+    """
+    from ppocli.publish import model_folder, upload
+    from ppocli.runs.run_folder import lock_beside
+    from ppocli.runs.target import find_target
+
+    if public and to_hub is None:
+        raise ConfigError("--public is the visibility of a repository, and none is named.",
+                          where="--public", fix="add --to-hub USER/NAME")
+    folder, result = Path(run or "").expanduser().absolute(), dict[str, Any]()
+    changes = output or best or dtype or overwrite or step is not None or merge is not None
+    if to_hub is None or changes or model_folder.read_record(folder) is None:
+        target = find_target(run, say=say, step=step, best=best)
+        plan = model_folder.plan_export(target, output, to_hub, merge, dtype, overwrite, trust)
+        folder, what = plan.folder, f"{target.name} to {short_path(str(plan.folder))}"
+        if dry_run:
+            put(f"would export:  {what}")
+        else:
+            say(f"exporting {what}")
+            with (working(fix="nothing was written; export again") as stop,
+                  lock_beside(folder, "name another folder: --output DIR")):
+                result = model_folder.write_export(plan, stop.check)
+            say("Verified: reloaded with transformers, relative difference of logits "
+                f"{result['logits_difference']:.1g}.")
+    if dry_run:
+        put(f"would push to: {to_hub or 'nothing'} ({'public' if public else 'private'})\n"
+            "Nothing was written (--dry-run).")
+        return
+    if to_hub is not None:
+        result["url"] = upload.push(folder, to_hub, public=public)
+    put(json.dumps({"folder": str(folder), **result}, indent=2) if as_json else
+        result.get("url", folder))
