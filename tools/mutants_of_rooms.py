@@ -218,9 +218,12 @@ PUBLISH = (
         "unit/test_pictures.py",
         ("highest_thinned_away", "publish/curves.py", "kept += sorted(ends)",
          "kept += [min(ends, key=lambda point: point[1])]",
-         "test_thinning_keeps_ends_of_the_range_every_outlier_and_the_means"),
-        ("first_is_the_mean", "publish/curves.py", "fmean(y for _, y in bucket)", "bucket[0][1]",
-         "test_thinning_keeps_ends_of_the_range_every_outlier_and_the_means")),
+         "test_thinning_keeps_the_ends_and_every_outlier")),
+    *noticed_by(
+        "unit/test_trackers.py",
+        ("steps_logged_twice", "publish/trackers.py", '(step := what.pop("step")) > last:',
+         '(step := what.pop("step")) >= 0:',
+         "test_a_tracker_of_one_s_own_gets_each_step_once")),
     *noticed_by(
         "integration/test_cli_plot.py",
         ("window_one_too_long", "publish/curves.py", "points[first][0] <= step - steps",
@@ -232,17 +235,17 @@ PUBLISH = (
          "test_figures_at_equal_samples_and_at_the_end")),
     *noticed_by(
         LIVE,
-        ("late_step_takes_from_the_others", "publish/dashboard.py",
+        ("late_step_takes_from_the_others", "publish/live_view.py",
          "min(self.clock() - self.step_begun, pace)", "self.clock() - self.step_begun",
          "test_the_remaining_time_is_told_from_the_last_steps"),
-        ("pace_of_all_steps", "publish/dashboard.py", "(*self.seconds, took)[-RECENT:]",
+        ("pace_of_all_steps", "publish/live_view.py", "(*self.seconds, took)[-RECENT:]",
          "(*self.seconds, took)", "test_the_remaining_time_is_told_from_the_last_steps"),
-        ("chunk_beyond_the_last", "publish/dashboard.py",
-         "if not parts or parts[0][1] > parts[0][2]:", "if not parts:",
-         "test_phases_follow_the_marks_of_the_clock"),
-        ("lines_wider_than_the_terminal", "publish/dashboard.py",
+        ("phase_begins_again", "publish/live_view.py",
+         "since if text.startswith(name) else self.clock()", "self.clock()",
+         "test_every_figure_is_in_its_line"),
+        ("lines_wider_than_the_terminal", "publish/live_view.py",
          'line.truncate(width, overflow="ellipsis")', "line.truncate(10 * width)",
-         "test_lines_fit_any_width_and_height")),
+         "test_lines_fit_any_width")),
 )
 
 FOLLOWED = "integration/test_cli_watch.py"

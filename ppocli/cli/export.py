@@ -24,8 +24,7 @@ def export_command(
             "fp32|bf16|fp16", "Store the weights in this type (default: unchanged)."),
         merge: bool | None = option(None, "For a LoRA policy: a whole model with the adapter "
             "merged in (default), or the adapter's own folder.", "--merge/--adapter"),
-        overwrite: bool = flag(
-            "Replace an existing export; your text in its README.md is kept.", "--overwrite"),
+        overwrite: bool = flag("Replace an existing export.", "--overwrite"),
         dry_run: bool = flag("Print what would be done and write nothing.", "--dry-run"),
         as_json: AsJson = False, trust: Trust = False,
         to_hub: str | None = option("USER/NAME", "Push the verified folder to this repository on "
@@ -46,7 +45,7 @@ def export_command(
       ppocli export runs/NAME --to-hub USER/NAME --dry-run
       ppocli export ./my-model --to-hub USER/NAME --public
     """
-    from ppocli.publish import model_folder, upload
+    from ppocli.publish import model_folder
     from ppocli.runs.run_folder import lock_beside
     from ppocli.runs.target import find_target
 
@@ -73,6 +72,6 @@ def export_command(
             "Nothing was written (--dry-run).")
         return
     if to_hub is not None:
-        result["url"] = upload.push(folder, to_hub, public=public)
+        result["url"] = model_folder.push(folder, to_hub, public=public)
     put(json.dumps({"folder": str(folder), **result}, indent=2) if as_json else
         result.get("url", folder))

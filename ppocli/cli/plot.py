@@ -14,7 +14,7 @@ import typer
 
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, complete_run, flag, option
-from ppocli.config.text import clean, printable, shown
+from ppocli.config.text import clean, shown
 from ppocli.distributed.standard_output import put, result_stream
 from ppocli.errors import ConfigError
 
@@ -189,7 +189,7 @@ def compare(
             "--output", "-o"),
         overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
         as_json: AsJson = False) -> None:
-    """Compare runs: figures after the same number of samples, settings, win rates, curves.
+    """Compare runs: figures after the same number of samples, settings, curves.
 
     \b
     Examples:
@@ -237,11 +237,6 @@ def _print_comparison(comparison: dict[str, Any]) -> None:
     rows += [[f"  {key}", *map(shown, values.values())]
              for key, values in comparison["config_differences"].items()] or [["  none", *blank]]
     output.print_table(rows, fit=False)
-    put()
-    for wins in comparison["win_rates"]:
-        rate = f"none, {wins['reason']}" if wins["rate"] is None else (
-            f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
-        put(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
 
 
 def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]:
