@@ -202,7 +202,7 @@ EVALUATE = noticed_by(
      'scores = [row["score"] for row in rows if row["score"] is not None]',
      'scores = [row["score"] or 0.0 for row in rows]',
      "test_figures_leave_out_what_has_no_score"),
-    ("alike_is_certain", "evaluation/statistics.py", "<= {0.0, 1.0}:", "<= {2.0}:",
+    ("alike_is_certain", "evaluation/statistics.py", "column} <= {0.0, 1.0}:", "column} <= {2.0}:",
      "test_a_share_of_outcomes_that_are_all_alike_is_no_certainty"),
     ("worth_is_the_score", "evaluation/statistics.py", "zip(scores, values or scores, strict=True)",
      "zip(scores, scores, strict=True)",
