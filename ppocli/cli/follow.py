@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,10 +12,8 @@ from typing import Any
 from ppocli.cli.output import complain, print_json, say, show_text
 from ppocli.config import config_yaml, resume_policy, schema, size_limited, tasks
 from ppocli.config.text import counted, did_you_mean, figure, pasted
-from ppocli.distributed.host_memory import resident_mib
-from ppocli.distributed.standard_output import result_stream
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
-from ppocli.publish import console, dashboard
+from ppocli.publish import console, live_view
 from ppocli.runs import environment, run_logs
 from ppocli.runs.episode import transcript_turns
 from ppocli.runs.record import is_run, read_run, sample_text, whole
@@ -34,7 +31,7 @@ class Follower:
 
     def __init__(self, folder: Path, from_start: bool, as_json: bool) -> None:
         self._run, self._shown, self._as_json = RunFolder(folder.resolve()), str(folder), as_json
-        self.board = dashboard.Dashboard(self._shown, self._memory)
+        self.board = live_view.Dashboard(self._shown)
         self._past: int | None = None if from_start else LAST
         self._metrics, self._log = Tail(self._run.metrics), Tail(self._run.log)
         self._rows: list[dict[str, Any]] = []
@@ -105,10 +102,6 @@ class Follower:
         return f"{path} was interrupted {at}: its process is gone" + (
             f"; {resume}" if saved else ", and no checkpoint is saved")
 
-    def _memory(self) -> float | None:
-        owner = live_owner(self._run.path)
-        return None if owner is None else resident_mib(owner.pid)
-
     def _has_changed(self, path: Path) -> bool:
         """Whether a file has been written to since the last call."""
         try:
@@ -136,13 +129,12 @@ class Follower:
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._past is not None:
             rows, self._past = rows[-self._past:], None
-        width = shutil.get_terminal_size().columns if result_stream().isatty() else None
         total = self._total
         for row in rows:
             if self._as_json:
                 print_json(row, indent=None)
                 continue
-            for line in console.row_lines(row, total, width):
+            for line in console.row_lines(row, total):
                 show_text(line)
 
     def _show_warnings(self) -> None:
@@ -154,8 +146,6 @@ class Follower:
             if match := _LOG_LINE.match(text):
                 self._in_warning = match["level"] in ("WARNING", "ERROR")
                 text = f"{match['level'].lower()}: {match['text']}"
-                if self._in_warning:
-                    self.board.warnings.append(match["text"])
             if self._in_warning and fresh:
                 complain(text)
 

@@ -16,7 +16,7 @@ import typer
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Best, Run, Step, Trust, complete_run, flag, option
 from ppocli.cli.output import say, working
-from ppocli.config.text import clean, printable, short_path, shown
+from ppocli.config.text import clean, short_path, shown
 from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError
 
@@ -143,7 +143,7 @@ def compare(
             metavar="RUN RUN...", autocompletion=complete_run,
             help="Folders or names of runs; the others are compared with the first.")],
         as_json: AsJson = False) -> None:
-    """Compare runs: figures after the same number of samples, settings that differ, win rates.
+    """Compare runs: figures after the same number of samples, and settings that differ.
 
     \b
     Examples:
@@ -182,11 +182,6 @@ def _print_comparison(comparison: dict[str, Any]) -> None:
     rows += [[f"  {key}", *map(shown, values.values())]
              for key, values in comparison["config_differences"].items()] or [["  none", *blank]]
     output.print_table(rows, fit=False)
-    put()
-    for wins in comparison["win_rates"]:
-        rate = f"none, {wins['reason']}" if wins["rate"] is None else (
-            f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
-        put(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
 
 
 def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -213,8 +208,7 @@ def export_command(
             "fp32|bf16|fp16", "Store the weights in this type (default: unchanged)."),
         merge: bool | None = option(None, "For a LoRA policy: a whole model with the adapter "
             "merged in (default), or the adapter's own folder.", "--merge/--adapter"),
-        overwrite: bool = flag(
-            "Replace an existing export; your text in its README.md is kept.", "--overwrite"),
+        overwrite: bool = flag("Replace an existing export.", "--overwrite"),
         dry_run: bool = flag("Print what would be done and write nothing.", "--dry-run"),
         as_json: AsJson = False, trust: Trust = False,
         to_hub: str | None = option("USER/NAME", "Push the verified folder to this repository on "
@@ -235,8 +229,7 @@ def export_command(
       ppocli export runs/NAME --to-hub USER/NAME --dry-run
       ppocli export ./my-model --to-hub USER/NAME --public
     """
-    from ppocli.publish import model_folder, upload
-    from ppocli.runs.run_folder import lock_beside
+    from ppocli.publish import model_folder
     from ppocli.runs.target import find_target
 
     if public and to_hub is None:
@@ -252,8 +245,7 @@ def export_command(
             put(f"would export:  {what}")
         else:
             say(f"exporting {what}")
-            with (working(fix="nothing was written; export again") as stop,
-                  lock_beside(folder, "name another folder: --output DIR")):
+            with working(fix="nothing was written; export again") as stop:
                 result = model_folder.write_export(plan, stop.check)
             say("Verified: reloaded with transformers, relative difference of logits "
                 f"{result['logits_difference']:.1g}.")
@@ -262,6 +254,6 @@ def export_command(
             "Nothing was written (--dry-run).")
         return
     if to_hub is not None:
-        result["url"] = upload.push(folder, to_hub, public=public)
+        result["url"] = model_folder.push(folder, to_hub, public=public)
     put(json.dumps({"folder": str(folder), **result}, indent=2) if as_json else
         result.get("url", folder))

@@ -49,7 +49,7 @@ def watch(
     console = Outlet(result_stream())
     live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
-        with LiveView(console, follower.board.lines) if live else nullcontext():
+        with LiveView(console, follower.board) if live else nullcontext():
             while follower.look():
                 time.sleep(interval)
         output.complain(follower.ending())
@@ -61,9 +61,6 @@ def report(
         run: RunFolder = None,
         out: Path | None = option("FILE", "Where to write it; .html or .md sets the format "
             "(default: report.html and report.md in the run's folder).", "--output", "-o"),
-        form: str | None = option("html|md|both", "What to write (default: by the ending of "
-            "--output, otherwise both).", "--format",
-            autocompletion=lambda: ["html", "md", "both"]),
         others: list[str] | None = option("RUN", "Another run, whose curves are drawn over this "
             "one's (may be repeated).", "--with", autocompletion=opt.complete_run),
         overwrite: bool = flag("Also replace files that aren't reports.", "--overwrite"),
@@ -79,26 +76,25 @@ def report(
       ppocli report runs/NAME
       ppocli report runs/NAME -o talk/reviews.html
       ppocli report runs/NAME --with runs/OTHER
-      ppocli report runs/NAME --format md
       ppocli report runs/NAME --json | jq .outcome
     """
     from ppocli.publish import facts, report_page
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run, read_runs
 
-    if as_json and (out is not None or form is not None):
+    if as_json and out is not None:
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
-                          fix="leave out --output and --format")
+                          fix="leave out --output")
     folder = find_run(run, say=output.say)
-    targets = [] if as_json else report_page.destinations(folder, out, form)
+    targets = [] if as_json else report_page.destinations(folder, out)
     report_page.check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
     gathered = facts.gather(record, str(folder), more)
     if as_json:
         output.print_json(gathered)
-    for path, form_of_file in targets:
-        report_page.write_file(path, report_page.render(gathered, form_of_file))
+    for path, form in targets:
+        report_page.write_file(path, report_page.render(gathered, form))
         put(printable(str(path)))
 
 

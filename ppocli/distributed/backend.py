@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.distributed import deepspeed_internals, host_memory, launchers
+from ppocli.distributed import deepspeed_internals, launchers
 from ppocli.distributed.onednn import TORCH, choose_gemm, warn_of_slow_bf16
 from ppocli.distributed.ranks import Ranks
 from ppocli.distributed.torch_settings import settle_threads
@@ -42,13 +42,6 @@ class Backend:
         """Context in which raw modules compute in the run's precision."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16,
                               enabled=self.precision == "bf16")
-
-    def memory_mib(self) -> float | None:
-        """Memory in use now, in MiB: of the device's allocator, or on a CPU of the process. None if
-        the system doesn't report it."""
-        if self.device.type != "cpu":
-            return torch.get_device_module(self.device).memory_allocated(self.device) / 2**20
-        return host_memory.resident_mib(os.getpid())
 
     def peak_memory_mib(self) -> float:
         """Peak of the device's allocator, or of the process on a CPU, in MiB."""

@@ -60,14 +60,6 @@ def host_room(root: Path = Path("/")) -> int | None:
     return min(sizes) if sizes else None
 
 
-def resident_mib(pid: int) -> float | None:
-    """Resident memory of a process, in MiB; None if the system doesn't report it."""
-    with suppress(OSError, ValueError, IndexError):
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return None
-
-
 def _machine(root: Path) -> int | None:
     with suppress(OSError):
         match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(),

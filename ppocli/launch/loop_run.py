@@ -47,10 +47,9 @@ def open_loop_run(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
         PpocliError: something is missing, or can't be loaded or written.
     """
     from ppocli.launch.worker import run_for_loop
-    from ppocli.publish.console import logging_as_found  # another open loop may listen to the log
 
     launched, store = find_launch(os.environ), None
-    with logging_as_found(), ExitStack() as stack:
+    with ExitStack() as stack:
         if launched is None or launched.world == 1:
             checked = _checked(overrides, objects)
             if needs_launcher(checked.config.hardware) or launched_world() > 1:

@@ -28,7 +28,7 @@ from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.exit_handling import publish, save_on_exit
 from ppocli.launch.start import RunOutcome, Start
 from ppocli.models.loading.chat_template import present, tells_date
-from ppocli.publish.console import Display, keep_log, open_display, open_silence
+from ppocli.publish.console import Display, open_display, open_silence
 from ppocli.publish.trackers import check_trackers, open_trackers
 from ppocli.runs import atomic, environment, model_files, retention, run_folder
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
@@ -148,14 +148,13 @@ def _open_run(start: Start, folder: run_folder.RunFolder, objects: PythonObjects
     with ExitStack() as ending:
         recorder: Any = None
         if backend.ranks.first:
-            keep_log()
             _describe(task, folder)
             trackers = ending.enter_context(open_trackers(task.cfg.tracking, folder))
             recorder = ending.enter_context(loop.open_recorder(folder, trackers))
         state = replace(state, generators=Generators.now(backend.device))
         run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
                        recorder, display, state, saved_at=monotonic(),
-                       clock=PhaseClock(backend.device, began, display.board.marked))
+                       clock=PhaseClock(backend.device, began))
         for close in (task.trained.close, task.close):  # the last is first
             ending.callback(close)
         yield run

@@ -1,28 +1,30 @@
-"""Model cards: of an export, for the Hub and for people, and of the ``model/`` of a run."""
+"""Model cards: of an export, for the Hub and for people, and of the ``model/`` of a run; and what
+is known about an exported policy, read from its run's folder, without secrets."""
 
 import json
 import logging
+import os
 import re
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ppocli.config import config_yaml, schema, tasks
+from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.config import config_yaml, schema, secrets, tasks
 from ppocli.config.text import clean, figure
 from ppocli.publish import pictures
-from ppocli.publish.provenance import Provenance, hub_name, masked
-from ppocli.runs import atomic, model_files, record
+from ppocli.runs import atomic, hub, model_files
 from ppocli.runs.listing import last_part, source_names
+from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, read_run
 from ppocli.runs.run_folder import RunFolder
+from ppocli.runs.target import Target
 from ppocli.version import __version__
 
 log = logging.getLogger("ppocli")
 
 CARD, CURVE = "README.md", "curve.svg"
-PLACEHOLDER = "*Write about this model here: what is between the two comments is kept.*"
-USER_BEGIN, USER_END = "<!-- user text: begin -->", "<!-- user text: end -->"
-"""what a user writes between these lines of a card is kept when the card is written again"""
 AUTO_CLASSES = {"CAUSAL_LM": "ForCausalLM", "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
                 "SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 """PEFT's types of tasks and the ends of names of transformers' classes for them"""
@@ -36,6 +38,84 @@ _CURVES = (("Loss", "loss/total", "eval/loss", "nats"), ("Accuracy", "", "eval/a
            ("Mean reward", "reward/mean", "eval/reward_mean", ""),
            ("KL from the starting model", "objective/kl", "eval/kl_mean", "nats per response"))
 _LONGEST_TEXT = 300
+_NUM_SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a card says about a policy; all but ``name`` is empty for a model of no run."""
+
+    name: str
+    step: int | None = None
+    run: RunRecord | None = None
+    license: dict[str, str] = field(default_factory=dict)
+    """of the starting model: ``license``, ``license_name``, ``license_link``; empty if unknown"""
+    before: dict[str, float] = field(default_factory=dict)
+    """figures of the evaluation before training"""
+    after: dict[str, float] = field(default_factory=dict)
+    """figures of the evaluation of the exported weights"""
+    samples: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """rows of samples.jsonl: responses to the same prompt before training and after"""
+
+    @property
+    def config(self) -> schema.TrainConfig | None:
+        """How the policy was trained."""
+        return None if self.run is None else self.run.config
+
+
+def provenance_of(target: Target) -> Provenance:
+    """Read a target's run. The Hub is asked for the license of a starting model from there."""
+    if target.run_dir is None:
+        return Provenance(target.label)
+    run, step = read_run(target.run_dir), target.step or 0
+    before, after = (
+        {name.removeprefix("eval/"): float(value) for row in run.rows if row["step"] == number
+         for name, value in row.items() if name.startswith("eval/") and value is not None}
+        for number in (0, step))
+    old, new = map(first_of_each_prompt, eval_samples(run.folder, 0, step))
+    samples = [(old[prompt], new[prompt]) for prompt in old
+               if step > 0 and "response" in new.get(prompt, ())]  # reward models write none
+    return Provenance(
+        run.name, target.step, run, license_of(run.config.model.path, run.config.model.revision),
+        before, after, samples[:_NUM_SAMPLES])
+
+
+def license_of(model: str, revision: str | None) -> dict[str, str]:
+    """The license in the README.md of ``model.path``; empty where it names none or isn't there."""
+    if model.startswith(BUILTIN_PREFIX):  # under the same license as ppocli
+        return {"license": "apache-2.0"}
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.repocard import metadata_load
+
+    with suppress(Exception):  # a missing or broken card is no reason not to export
+        path = Path(model).expanduser() / "README.md" if hub_name(model) is None else \
+            hf_hub_download(model, "README.md", revision=revision,
+                            local_files_only=not hub.hub_reachable())
+        card = metadata_load(path) or {}
+        return {key: card[key] for key in ("license", "license_name", "license_link")
+                if isinstance(card.get(key), str)}
+    return {}
+
+
+def hub_name(path: str | None) -> str | None:
+    """``path`` of a run's configuration if it is a Hub name; None for folders, which are absolute
+    there, lists, addresses, built-ins and Python objects."""
+    if path == config_yaml.PYTHON_OBJECT or "://" in (path or "") or (
+            path or "/").startswith((".", "/", "~", "{", BUILTIN_PREFIX)):
+        return None
+    return path
+
+
+def masked(text: str) -> str:
+    """``text`` with secrets of the environment, the token of ``hf auth login``, texts shaped like
+    tokens and passwords in URLs replaced by ``***``, and the home folder by ``~``."""
+    from huggingface_hub import get_token
+
+    hidden = secrets.secret_values(os.environ) | secrets.SENT | set(filter(None, [get_token()]))
+    text, home = secrets.without_secrets(text, hidden), os.path.expanduser("~")
+    for folder in {home, os.path.realpath(home)} - {"~", "/", os.path.realpath("~")}:
+        text = re.sub(re.escape(folder) + r"(?![\w.-])", "~", text)
+    return text
 
 
 def task_of(folder: Path) -> str:
@@ -48,13 +128,12 @@ def task_of(folder: Path) -> str:
     return model_files.task_type(folder, SimpleNamespace(**{"architectures": [], **config}))
 
 
-def render_card(folder: Path, facts: Provenance, previous: str = "", *, location: str,
-                dtype: str | None = None) -> str:
+def render_card(folder: Path, facts: Provenance, *, location: str, dtype: str | None = None
+                ) -> str:
     """The text of README.md of an export or a run's ``model/``, without secrets.
 
     Args:
         folder: the model or the adapter, with all its other files.
-        previous: the card that is replaced, if any: its user's text and metadata are kept.
         location: what a reader passes to ``from_pretrained``.
         dtype: type of the weights, where the card tells it.
     """
@@ -64,11 +143,10 @@ def render_card(folder: Path, facts: Provenance, previous: str = "", *, location
     command = (facts.run.command if facts.run else None) or ""
     example = facts.samples[0][0]["prompt"] if facts.samples else "Once upon a time"
     card = ModelCard.from_template(
-        _metadata(folder, facts, previous),
+        _metadata(folder, facts),
         template_path=str(Path(__file__).with_name("model_card.md.j2")), version=__version__,
         # Markdown, not HTML: what comes from outside passes ``escaped`` or ``code`` in the template
         escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
-        user_text=f"{USER_BEGIN}\n{user_text(previous) or PLACEHOLDER}\n{USER_END}",
         facts=facts, run=facts.run, config=config, adapter=model_files.is_adapter(folder),
         scorer=task_of(folder) == "SEQ_CLS", curve=(folder / CURVE).is_file(), dtype=dtype,
         settings=(folder / "training_config.yaml").is_file(),
@@ -81,7 +159,7 @@ def render_card(folder: Path, facts: Provenance, previous: str = "", *, location
 
 def write_card(folder: Path, cfg: schema.TrainConfig, summary: dict[str, Any]) -> None:
     """Write the card of a finished run's ``model/``; ``folder`` lies in the run's folder."""
-    run = record.RunRecord(RunFolder(folder.parent), cfg, [], summary, "finished")
+    run = RunRecord(RunFolder(folder.parent), cfg, [], summary, "finished")
     facts = Provenance(cfg.run_name or "A policy trained with PPO", summary["steps"], run,
                        before=summary["eval_before"] or {}, after=summary["eval_after"] or {})
     atomic.write_atomic(folder / CARD, render_card(folder, facts, location=model_files.MODEL))
@@ -102,22 +180,15 @@ def _training(config: schema.TrainConfig) -> dict[str, Any]:
             "kind": kind, "data": data, "eval_prompts": judged, "reward": source_names(config)}
 
 
-def _metadata(folder: Path, facts: Provenance, previous: str) -> Any:
-    """A card's metadata as ``ModelCardData``; keys of the ``previous`` card that this training
-    doesn't determine are kept."""
-    import yaml
+def _metadata(folder: Path, facts: Provenance) -> Any:
+    """A card's metadata as ``ModelCardData``."""
     from huggingface_hub import EvalResult, ModelCardData
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    kept: dict[str, Any] = {}
-    with suppress(yaml.YAMLError, TypeError, ValueError):  # broken metadata count as none
-        kept = dict(yaml.safe_load(REGEX_YAML_BLOCK.search(previous)[2]))  # type: ignore[index]
     config, adapter = facts.config, model_files.is_adapter(folder)
     kind, pipeline = tasks.task_name(config) if config else "ppo", _PIPELINES[task_of(folder)]
-    tags = [*_TAGS.get(kind, ["ppo", "rlhf"]), "ppocli"]
     data: dict[str, Any] = facts.license | {
         "library_name": "peft" if adapter else "transformers", "pipeline_tag": pipeline,
-        "tags": list(dict.fromkeys([*tags, *(kept.get("tags") or [])]))}
+        "tags": [*_TAGS.get(kind, ["ppo", "rlhf"]), "ppocli"]}
     if config is not None:
         source = hub_name((config.data if kind in tasks.DATA_TASKS else config.prompts).path)
         data |= {} if source is None else {"datasets": [source]}
@@ -130,19 +201,7 @@ def _metadata(folder: Path, facts: Provenance, previous: str) -> Any:
                            dataset_name=_training(config)["eval_prompts"], metric_name=name,
                            metric_value=facts.after[name])
                 for name, _, _ in figure_rows(facts.before, facts.after)]}
-    return ModelCardData(**{name: value for name, value in kept.items() if name != "model-index"}
-                         | data)
-
-
-def user_text(card: str) -> str | None:
-    """What a user wrote on a card: between the markers, or, on a card that has none, all of it
-    below the metadata. None where there is nothing but what we put there."""
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
-    body = REGEX_YAML_BLOCK.sub("", card.removeprefix("\ufeff"), count=1)
-    if USER_BEGIN in body and USER_END in body:
-        body = body.partition(USER_BEGIN)[2].partition(USER_END)[0]
-    return None if body.strip() in ("", PLACEHOLDER) else body.strip()
+    return ModelCardData(**data)
 
 
 def with_location(card: str, location: str) -> str:
@@ -175,7 +234,7 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
             for name in names or after]  # all figures of a task from outside
 
 
-def curve(run: record.RunRecord) -> str | None:
+def curve(run: RunRecord) -> str | None:
     """``curve.svg``: figures of the training over its steps, dots of the evaluations; None for a
     run without any figure, and without matplotlib."""
     panels = [pictures.Panel(title, [pictures.Line("training", run.series(trained),

@@ -5,15 +5,14 @@ Drawing is done by the report's page, :mod:`ppocli.publish.pictures` and :mod:`p
 """
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any, Literal
 
-from ppocli.config import config_yaml, tasks
+from ppocli.config import config_yaml
 from ppocli.config.text import did_you_mean, pasted, sparkline
 from ppocli.errors import ConfigError, InputError
 from ppocli.publish.pictures import Line, Panel
 from ppocli.runs import listing
-from ppocli.runs.record import RunRecord, eval_samples
+from ppocli.runs.record import RunRecord
 
 MOST_POINTS = 1000
 _MOST_DOTS = 60
@@ -89,49 +88,32 @@ def _curve(runs: Sequence[RunRecord], title: str, unit: str, named_figures: list
     floor = _LEAST_EXPLAINED if low < _LEAST_EXPLAINED else None
     if len(named_figures) > 1 and len(series) == 1 and series[0][1] not in ("rollouts", "training"):
         title = f"{title}: {series[0][1]}"  # a chart of one line has no legend
-    lines, means, figures = [], [], []
-    labels = run_labels(runs)
+    lines, figures, labels = [], [], run_labels(runs)
     for number, short, figure, points in series:
         name = short if len(runs) == 1 else f"{short}, {labels[number]}"
-        kept, mean = thin(points)
-        kind = _kind(figure, len(kept), evaluated)
-        lines.append({"name": name, "points": kept, "kind": kind,
+        kept = thin(points)
+        lines.append({"name": name, "points": kept, "kind": _kind(figure, len(kept), evaluated),
                       "run": number if len(runs) > 1 else -1})
-        means.append(mean)
         figures.append(_figures(name, [y for _, y in points], floor))
-    longest = max(len(points) for *_, points in series)
-    thinned = "" if longest <= MOST_POINTS else (
-        f"Of about every {2 * longest / MOST_POINTS:.0f} neighbouring steps the lowest and the "
-        "highest value are drawn.")
-    note = "" if floor is None else f"Values below {floor:g} are drawn at {floor:g}."
     return {
         "title": title, "unit": unit, "lines": lines,
-        # of each line that is thinned, the mean of every run of neighbours, which a smoothed line
-        # is made of; empty where the line has all its points
-        "means": means,
         "figures": figures,  # what the whole of each line comes to
         "floor": floor,  # lower values are drawn there
-        "note": note,  # the same in words; often empty
-        # which points of a long run the lines have, in words
-        "thinned": thinned}
+        "note": "" if floor is None else f"Values below {floor:g} are drawn at {floor:g}."}
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS
-         ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+         ) -> list[tuple[float, float]]:
     """At most ``limit`` points: both ends, and of every run of neighbours between them the lowest
-    and the highest, so that single outliers stay. Then the mean of each of these runs; nothing
-    where all the points are kept.
-    """
+    and the highest, so that single outliers stay."""
     if len(points) <= limit:
-        return list(points), []
-    between, buckets = points[1:-1], max(1, limit // 2 - 1)
-    kept, means = [points[0]], [points[0]]
+        return list(points)
+    between, buckets, kept = points[1:-1], max(1, limit // 2 - 1), [points[0]]
     for number in range(buckets):
         bucket = between[number * len(between) // buckets:(number + 1) * len(between) // buckets]
         ends = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
         kept += sorted(ends)
-        means.append((fmean(x for x, _ in bucket), fmean(y for _, y in bucket)))
-    return [*kept, points[-1]], [*means, points[-1]]
+    return [*kept, points[-1]]
 
 
 def _figures(name: str, values: list[float], floor: float | None) -> dict[str, Any]:
@@ -235,9 +217,6 @@ _COMPARED = ("reward/mean", "objective/kl", "objective/entropy", "rollout/respon
             "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
             "eval/accuracy_pairs", "eval/margin_mean", "eval/ece", "eval/response_tokens_mean",
             "eval/distinct_2")
-# settings of how a reward is called, which don't change its scores
-_CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks",
-            "reward.metric_fn", "reward.scale")
 
 
 def compare_runs(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -255,9 +234,7 @@ def compare_runs(runs: Sequence[RunRecord]) -> dict[str, Any]:
         # the largest number of samples that all runs have reached, which `equal` is after
         "episodes": episodes, "runs": compared,
         # the value of each run, for every setting that isn't the same in all
-        "config_differences": _differences(dict(zip(labels, runs, strict=True))),
-        "win_rates": [_wins(runs[0], run, labels[0], label)
-                      for label, run in zip(labels[1:], runs[1:], strict=True)]}
+        "config_differences": _differences(dict(zip(labels, runs, strict=True)))}
 
 
 def _episodes(rows: Sequence[dict[str, Any]]) -> int:
@@ -282,39 +259,3 @@ def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
                          for key, _, _ in config_yaml.config_differences(first, other))
     values = {label: config_yaml.flat(run.config) for label, run in runs.items()}
     return {key: {label: settings.get(key) for label, settings in values.items()} for key in keys}
-
-
-def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str
-          ) -> dict[str, Any]:
-    """How often the responses of a run score higher than those of another in the newest
-    evaluations: ``run``, ``against``, ``prompts`` compared (without a valid score they aren't),
-    ``rate`` (share of wins, ties counted half; None where nothing can be compared), ``reason`` (why
-    there is no rate)."""
-    def no(reason: str) -> dict[str, Any]:
-        return {**result, "reason": reason}
-
-    result = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
-
-    if unscored := [label for each, label in ((run, name), (base, base_name))
-                    if tasks.task_name(each.config) in tasks.DATA_TASKS]:
-        return no(f"{unscored[0]} is not trained on rewards; ppocli eval judges its responses by "
-                  "one: --reward, --against")
-    if judged := [key for key, _, _ in config_yaml.config_differences(base.config, run.config)
-                  if key.startswith("reward.") and key not in _CALLING]:
-        return no(f"other rewards score them ({', '.join(judged)} differ)")
-    run_samples, base_samples = (_final_samples(each) for each in (run, base))
-    if not run_samples or not base_samples:
-        return no("there are no evaluation samples of " + (name if not run_samples else base_name))
-    if [row.get("prompt") for row in run_samples] != [row.get("prompt") for row in base_samples]:
-        return no("the evaluation prompts aren't shared")
-    pairs = [(a["score"], b["score"]) for a, b in zip(run_samples, base_samples, strict=True)
-             if a.get("score") is not None and b.get("score") is not None]
-    if not pairs:
-        return no("no response has a valid score")
-    won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
-    return {**result, "prompts": len(pairs), "rate": won / len(pairs)}
-
-
-def _final_samples(run: RunRecord) -> list[dict[str, Any]]:
-    evaluated = run.series("eval/reward_mean")
-    return eval_samples(run.folder, evaluated[-1][0])[0] if evaluated else []

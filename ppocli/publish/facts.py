@@ -1,31 +1,38 @@
 """The contents of a report, gathered from a run's folder into one record. No torch here.
 
-Missing and damaged parts are tolerated: a running, stopped or failed run has a report, too.
+Missing and damaged parts are tolerated: a running, stopped or failed run has a report, too. The
+policy's responses are those to the same prompts at each evaluation.
 """
 
 import json
 import math
-import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ppocli.config import config_yaml, schema, secrets, tasks
-from ppocli.config.text import finite_number, first_line
+from ppocli.config.text import BLOCKS, finite_number, first_line, printable, share_error
 from ppocli.errors import PpocliError
 from ppocli.evaluation.eval_request import read_result
 from ppocli.publish.curves import curves_of, run_labels
-from ppocli.publish.sample_rows import samples_of, shown
 from ppocli.runs import atomic, manifest, retention, run_folder
 from ppocli.runs.environment import ENV_FILE
-from ppocli.runs.record import RunRecord
-from ppocli.runs.trust import import_paths
+from ppocli.runs.episode import transcript_turns
+from ppocli.runs.listing import source_names
+from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, sample_text
 from ppocli.version import __version__
 
-_MOST_FACTS = 80
+SHOWN, HIDDEN = 8, 40
+"""pairs of a report that are visible at once, and that are folded"""
+_BINS = 20
+_MOST_STEPS = 24
+"""evaluations whose samples a report shows"""
+LONGEST = 1500
+"""characters of a response that a report shows"""
 _STEP_LINE = re.compile(r"(?:step|eval at step) (\d+)")
 _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the reward",
           "kl_mean": "KL to the reference (nats a response)",
@@ -80,8 +87,6 @@ def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dic
         "all_settings": {key: _yaml(value) for key, value in config_yaml.flat(config).items()
                          if tasks.is_read(key, task)},
         "command": command,  # that trains such a run again
-        # of rewards and metrics that are found where the command is run, or are installed
-        "modules": _modules(config),
         # settings that were others before the run was resumed
         "changes": record.changes,
         "before_step": first, "after_step": last,
@@ -98,7 +103,7 @@ def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dic
         "samples": samples_of(record, first, last, [row["step"] for row in evaluated]),
         "complaints": _complaints(record), "evaluations": evaluations_of(record.folder.path),
         "checkpoints": checkpoints_of(record.folder, best["step"] if best else None),
-        "phases": _phases(record, summary),
+        "phases": _phases(record),
         "environment": environment_of(record.folder.path, summary)}
 
 
@@ -110,35 +115,11 @@ def _yaml(value: Any) -> str:
 def _inputs(config: schema.TrainConfig, task: str) -> dict[str, str]:
     model = config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
     if task not in tasks.DATA_TASKS:
-        return {"model": model, "reward": _reward(config), "prompts": _prompts(config)}
+        return {"model": model, "reward": source_names(config),
+                "prompts": config.prompts.path or "given inline"}
     data, share = config.data, tasks.val_share(config.data)
     return {"model": model, "data": str(data.path),
             "held back": str(data.val or "none") if share is None else f"{share:g} of the rows"}
-
-
-def _reward(config: schema.TrainConfig) -> str:
-    reward = config.reward
-    if reward.fns:
-        return " + ".join(f"{entry.get('weight', 1)} * {name}" if isinstance(entry, dict) else name
-                          for name, entry in reward.fns.items())
-    arguments = ", ".join(f"{name}={_yaml(value)}" for name, value in reward.kwargs.items())
-    return f"{reward.fn or 'none'}({arguments})" if arguments else str(reward.fn or "none")
-
-
-def _modules(config: schema.TrainConfig) -> list[str]:
-    """Modules among the rewards and metrics of a configuration; files have absolute paths."""
-    paths = (path for key, path in import_paths(config) if key.startswith("reward.") and path)
-    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in paths)
-    return [module for module in dict.fromkeys(modules)
-            if module and not module.endswith(".py") and os.sep not in module
-            and module.partition(".")[0] != "ppocli"]
-
-
-def _prompts(config: schema.TrainConfig) -> str:
-    if config.prompts.path:
-        return config.prompts.path
-    count = len(config.prompts.items or [])
-    return f"{count} given inline" if count else "none (each response starts from nothing)"
 
 
 def _sentence(record: RunRecord) -> str:
@@ -169,12 +150,9 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
 
 def _best(record: RunRecord) -> Row | None:
     """The best evaluation in the summary; a running run has none."""
-    best = (record.summary or {}).get("best")
-    recorded = best if isinstance(best, dict) else {}
-    step, value = recorded.get("step"), finite_number(recorded.get("metric"))
-    if not isinstance(step, int) or value is None:
-        return None
-    return {"name": record.config.checkpoint.metric, "step": step, "value": value}
+    best = (record.summary or {}).get("best") or {}
+    return {"name": record.config.checkpoint.metric, "step": best["step"],
+            "value": best["metric"]} if best.get("metric") is not None else None
 
 
 def _complaints(record: RunRecord) -> list[Row]:
@@ -193,32 +171,16 @@ def _complaints(record: RunRecord) -> list[Row]:
     return list(complaints.values())
 
 
-def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Row]:
-    """Phases from the summary; for a run without one, the time of its steps and evaluations."""
-    if record.status in ("finished", "stopped", "failed") and (profile := _profile(summary)):
-        return profile
-
+def _phases(record: RunRecord) -> list[Row]:
+    """Where the time of the steps and evaluations went."""
     def sums(kind: str) -> dict[str, float]:
         return {name.removeprefix(kind): math.fsum(y for _, y in record.series(name))
                 for name in record.names if name.startswith(kind) and name != f"{kind}step"}
 
     seconds, cpu = sums("time/"), sums("cpu/")
     total = math.fsum(seconds.values())
-    return [{"name": name, "seconds": value, "share": value / total, "cpu_seconds": cpu.get(name),
-             "tokens_per_second": None} for name, value in seconds.items() if total > 0]
-
-
-def _profile(summary: dict[str, Any]) -> list[Row]:
-    """The phases of a summary's profile; none if it is damaged."""
-    profile = summary.get("profile")
-    phases = profile.get("phases") if isinstance(profile, dict) else None
-    rows = []
-    for name, entry in phases.items() if isinstance(phases, dict) else ():
-        figures = {key: finite_number(entry.get(key)) if isinstance(entry, dict) else None
-                   for key in ("seconds", "share", "cpu_seconds", "tokens_per_second")}
-        if None not in (figures["seconds"], figures["share"]):
-            rows.append({"name": name, **figures})
-    return rows
+    return [{"name": name, "seconds": value, "share": value / total, "cpu_seconds": cpu.get(name)}
+            for name, value in seconds.items() if total > 0]
 
 
 def evaluations_of(run_dir: Path) -> list[Row]:
@@ -258,21 +220,117 @@ def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> dict[str, str]:
     """The machine and versions of a run, by name: ``env.json``, and the versions in the summary."""
-    facts = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
-    for name, version in (summary.get("versions") or {}).items():
-        if not {name, f"packages {name}"} & facts.keys():
-            facts[name] = str(version)
-    return dict(list(facts.items())[:_MOST_FACTS])
+    facts = {"packages": summary.get("versions") or {}} | (atomic.read_json(run_dir / ENV_FILE)
+                                                           or {})
+    return {name: str(value) for name, value in config_yaml.leaves("", facts)
+            if value not in (None, {}, []) and not secrets.looks_secret(name)}
 
 
-def _flat_facts(prefix: str, value: dict[Any, Any]) -> Iterator[tuple[str, str]]:
-    for key, item in value.items():
-        name = f"{prefix} {key}".strip()
-        if secrets.looks_secret(str(key)) or item is None or item in ({}, []):
-            continue
-        if isinstance(item, dict):
-            yield from _flat_facts(name, item)
-        elif isinstance(item, list) and all(isinstance(part, dict) for part in item):
-            yield from _flat_facts(name, dict(enumerate(item)))
-        else:
-            yield name, ", ".join(map(str, item)) if isinstance(item, list) else str(item)
+# Samples ------------------------------------------------------------------------------------------
+
+def spreads(samples: dict[str, Any]) -> list[dict[str, Any]]:
+    """Distribution of the scores before and after, as figures and characters. ``shares`` are shares
+    of the scores in equal ranges, the same ranges for both, and ``blocks`` draws them."""
+    groups = {name: scores for name in ("before", "after") if (scores := samples[f"scores_{name}"])}
+    everything = [score for scores in groups.values() for score in scores]
+    shares = [_shares(scores, min(everything), max(everything)) for scores in groups.values()]
+    top = max((share for row in shares for share in row), default=1.0)
+    summaries = []
+    for (name, scores), row in zip(groups.items(), shares, strict=True):
+        lower, median, upper = statistics.quantiles(  # it takes two values or more
+            scores if len(scores) > 1 else 2 * scores, method="inclusive")
+        summaries.append({"name": name, "responses": len(scores), "lowest": min(scores),
+                          "lower": lower, "median": median, "upper": upper,
+                          "highest": max(scores), "shares": row, "blocks": bars(row, top)})
+    return summaries
+
+
+def _shares(scores: list[float], low: float, high: float) -> list[float]:
+    """Share of the scores in each of the equal ranges; all in the middle one if there is only one
+    value."""
+    counts = [0] * _BINS
+    span = high / 2 - low / 2  # halved, so that no difference overflows
+    for score in scores:
+        part = (score / 2 - low / 2) / span if span else 0.5
+        counts[min(_BINS - 1, int(part * _BINS))] += 1
+    return [count / len(scores) for count in counts]
+
+
+def samples_of(record: RunRecord, before: int | None, after: int | None, steps: Sequence[int]
+               ) -> dict[str, Any]:
+    """Samples of the evaluations at two steps, and at those of ``steps`` between them, from
+    samples.jsonl.
+
+    Each of ``pairs`` has ``prompt``; its responses ``before``, ``after``, and those at the steps
+    ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.runs.episode.transcript_turns`),
+    ``score``, ``kl``, ``tokens`` and ``finished``.
+    """
+    middle = [step for step in steps if step not in (before, after)]
+    count = min(len(middle), _MOST_STEPS - 2)
+    middle = [middle[(2 * part + 1) * len(middle) // (2 * count)] for part in range(count)]
+    evaluations = eval_samples(record.folder, before, after, *middle)
+    old, new, *between = map(first_of_each_prompt, evaluations)
+    prompts = list(dict.fromkeys([*old, *new]))
+    pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),
+              "after": _response(new.get(prompt)),
+              "between": [_response(each.get(prompt)) for each in between]}
+             for prompt in prompts[:SHOWN + HIDDEN]]
+    first, last, *_ = evaluations
+    return {
+        # different prompts in the order of the evaluation, so nothing is picked
+        "pairs": pairs,
+        # steps of evaluations after the first and before the last, evenly chosen if they are many
+        "between": middle,
+        "prompts": len(prompts),  # how many different ones there are
+        "scores_before": _scores(first), "scores_after": _scores(last),
+        # of the mean score, over prompts: responses to one prompt hang together
+        "stderr_before": _stderr(first), "stderr_after": _stderr(last)}
+
+
+def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    """One response; its text is cleaned and cut for display."""
+    if row is None:
+        return None
+    tokens, finished = row.get("response_tokens"), row.get("finished")
+    return {"text": shown(sample_text(row)),
+            "turns": [(who, shown(text)) for who, text in transcript_turns(row)],
+            "score": finite_number(row.get("score")), "kl": finite_number(row.get("kl")),
+            "tokens": tokens if isinstance(tokens, int) else None,
+            "finished": finished if isinstance(finished, bool) else None}
+
+
+def _scores(rows: list[dict[str, Any]]) -> list[float]:
+    return [score for row in rows if (score := finite_number(row.get("score"))) is not None]
+
+
+def _stderr(rows: list[dict[str, Any]]) -> float | None:
+    """s / sqrt(n) of the prompts' mean scores; with a single prompt, of its scores.
+
+    With as many responses to every prompt this is the clustered standard error of the mean (Miller
+    2024, arXiv:2411.00640, section 2.2).
+    """
+    by_prompt: dict[str, list[float]] = {}
+    for row in rows:
+        by_prompt.setdefault(str(row.get("prompt", "")), []).extend(_scores([row]))
+    means = [math.fsum(scores) / len(scores) for scores in by_prompt.values() if scores]
+    if len(means) == 1:
+        means = _scores(rows)
+    if len(means) < 2:
+        return None
+    error = statistics.stdev(means) / math.sqrt(len(means))
+    # scores that are all 0 or 1 say what has passed
+    return share_error(error, len(means)) if {*_scores(rows)} <= {0.0, 1.0} else error
+
+
+def shown(text: str) -> str:
+    """``text`` with control characters escaped, and the end of a very long one replaced by a
+    note."""
+    if len(text) > LONGEST:
+        return f"{printable(text[:LONGEST])} … ({len(text) - LONGEST:,} more characters)"
+    return printable(text)
+
+
+def bars(shares: list[float], top: float) -> str:
+    """Shares as blocks whose height is a part of ``top``; ``·`` for none."""
+    last = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(share / top * last)] if share else "·" for share in shares)

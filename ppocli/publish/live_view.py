@@ -1,29 +1,193 @@
-"""The live view: a few lines that stay at the bottom of a terminal while everything else scrolls by
-above them, drawn by ``rich.live``.
+"""The live view: what a run is doing, in a few lines at the bottom of a terminal, drawn by
+``rich.live``; what is printed meanwhile goes above them.
 
-The cursor is never hidden and waits below them, so that a process that is killed leaves a usable
-terminal. Nothing is drawn for a job in the background.
+The training loop or a reader of a run's folder supplies rows of metrics, samples and phases. The
+cursor is never hidden, so that a process that is killed leaves a usable terminal. Nothing is drawn
+for a job in the background.
 """
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from threading import RLock
+from time import monotonic
 from typing import Any, Self
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleRenderable
-from rich.control import Control
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleRenderable, Group
+from rich.file_proxy import FileProxy
 from rich.live import Live
-from rich.segment import ControlType
 from rich.text import Text
 
+from ppocli.config import tasks
+from ppocli.config.text import clean, figure, finite_number, sparkline, without_template
+from ppocli.runs.episode import POLICY, Sample
+
+RECENT = 8
+"""steps whose mean duration gives the remaining time"""
+SAMPLES = 4
+"""samples that the view has room for"""
+_WIDE = 60
+"""maximum width of curves in columns"""
 _DRAWINGS = 2
 """drawings a second, of a few milliseconds each: less than 1 % of a core"""
 _PLAIN_WIDTH = 110
 """columns without a terminal"""
 
+
+@dataclass
+class Dashboard:
+    """What the live view shows of one run. One thread writes it and another draws it: every value
+    is replaced whole or only grows."""
+
+    name: str
+    clock: Callable[[], float] = monotonic
+    total: int = 0
+    row: Mapping[str, Any] = field(default_factory=dict)
+    curves: dict[str, list[float | None]] = field(default_factory=dict)
+    """label -> value of each step: of PPO reward and KL"""
+    evaluation: str = ""
+    """the main figure of the newest evaluation and its step"""
+    seconds: tuple[float, ...] = ()
+    """of the last ``RECENT`` steps, evaluations included"""
+    phase: tuple[str, float] = ("", 0.0)
+    """what the run is doing, and since when; "" between two steps"""
+    samples: tuple[Sample, ...] = ()
+    samples_step: int = 0
+    begun: float = 0.0
+    """when the run was started or resumed"""
+    step_begun: float = 0.0
+
+    def begin(self, total: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Start, or start again, with the rows recorded so far."""
+        self.total, self.begun = total, self.clock()
+        self.row, self.curves, self.seconds, self.evaluation = {}, {}, (), ""
+        for row in rows:
+            self.add_row(row)
+        self.step_begun = self.begun
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Add a row of metrics.jsonl."""
+        if shown := tasks.curves_of(row):
+            took = sum(finite_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
+            if not self.curves:
+                self.curves = {label: [] for label, _ in shown}
+            for (_, name), values in zip(shown, self.curves.values(), strict=False):
+                values.append(finite_number(row.get(name)))
+            self.seconds = (*self.seconds, took)[-RECENT:]
+            self.row = row
+        if evaluated := tasks.evaluation_of(row):
+            label, name = evaluated
+            self.evaluation = f"  eval {label}{' ' * bool(label)}{figure(row[name], 3)} (step " \
+                              f"{row['step']})"
+        self.step_begun, self.phase = self.clock(), ("", 0.0)
+
+    def enter(self, name: str, progress: str = "") -> None:
+        """A phase begins, or progresses."""
+        text, since = self.phase
+        self.phase = (f"{name}{progress}", since if text.startswith(name) else self.clock())
+
+    def show(self, samples: Sequence[Sample], step: int) -> None:
+        """Show samples of a step in place of earlier ones."""
+        shown = samples[:SAMPLES]
+        prompts = without_template([prompt for prompt, _, _ in shown])
+        self.samples = tuple((prompt, response, score) for prompt, (_, response, score)
+                             in zip(prompts, shown, strict=True))
+        self.samples_step = step
+
+    @property
+    def done(self) -> int:
+        """Steps done."""
+        return int(self.row.get("step", 0))
+
+    def left(self) -> float | None:
+        """Estimated seconds to the end from the pace of the last steps; None before the first
+        step."""
+        if not self.seconds:
+            return None
+        pace = sum(self.seconds) / len(self.seconds)
+        spent = min(self.clock() - self.step_begun, pace)
+        return max(0.0, (self.total - self.done) * pace - spent)
+
+    def lines(self, width: int) -> list[Text]:
+        """Lines of at most ``width`` cells."""
+        title = f"── training {_end_of(_one_line(self.name), max(1, width - 15))} "
+        what, since = self.phase
+        if not what:
+            what = f"step {self.done + 1}" if self.done < self.total else "finishing"
+            since = self.step_begun
+        now = Text.assemble("now     ", (what, "bold"), f"  {duration(self.clock() - since)}")
+        lines = [Text(title.ljust(width, "─"), style="dim"), self._progress(width), now]
+        tails = [f"  {figure(next(reversed(values), None), 3)}" for values in self.curves.values()]
+        if tails:
+            tails[0] += self.evaluation
+        room = min(width - 8 - max(map(len, tails), default=0), _WIDE)
+        for (label, values), tail in zip(self.curves.items(), tails, strict=True):
+            curve = (sparkline(values, room), "yellow" if label == "KL" else "green")
+            lines.append(Text.assemble(f"{label:8}", curve, tail))
+        if self.samples:
+            usual = finite_number(self.row.get("reward/mean"))
+            lines += [Text(f"samples of step {self.samples_step}", style="dim"),
+                      *(_sample_line(sample, width, usual) for sample in self.samples)]
+        for line in lines:
+            line.no_wrap = True
+            line.truncate(width, overflow="ellipsis")
+        return lines
+
+    def _progress(self, width: int) -> Text:
+        share = self.done / self.total if self.total else 0.0
+        head = f"step {self.done}/{self.total}  {share:4.0%} "
+        left = self.left()
+        tail = "" if left is None else f" {duration(left)} left"
+        if width - len(head) - len(tail) > 20:
+            tail += f"{',' * bool(tail)} {duration(self.clock() - self.begun)} so far"
+        room = max(0, min(width - len(head) - len(tail), _WIDE))
+        filled = round(share * room)
+        return Text.assemble((head, "bold"), ("━" * filled, "green"),
+                             ("─" * (room - filled), "dim"), tail)
+
+
+def _sample_line(sample: Sample, width: int, usual: float | None) -> Text:
+    """A sample after its score, which is green from the step's mean on and yellow below it."""
+    prompt, response = _one_line(sample[0]), said_by(sample[1])
+    value = finite_number(sample[2])
+    score = f"{'none' if value is None else f'{value:.2f}':>6}  "
+    room = width - len(score) - 3
+    # the end of a prompt matters most for its response
+    prompt = _end_of(prompt, max(room // 3, room - response.cell_len, 1))
+    colour = "cyan" if value is None or usual is None else "green" if value >= usual else "yellow"
+    return Text.assemble((score, colour), (f"{prompt} │ ", "dim"), response)
+
+
+def said_by(response: str | list[tuple[str, str]]) -> Text:
+    """A response on one line; the environment's turns of an episode are dim."""
+    if isinstance(response, str):
+        return Text(_one_line(response))
+    return Text(" ").join(Text(f"{who} {_one_line(text)}", "" if who == POLICY else "dim")
+                          for who, text in response)
+
+
+def _one_line(text: str) -> str:
+    return clean(text).replace("\t", " ").strip()
+
+
+def _end_of(text: str, cells: int) -> str:
+    """The last ``cells`` cells of a text, with a mark where its beginning is missing."""
+    if cell_len(text) <= cells:
+        return text
+    return "…" + set_cell_size(text[::-1], cells - 1)[::-1].lstrip()
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:05``, ``3:20:00``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+# How it is drawn ----------------------------------------------------------------------------------
 
 class Outlet(Console):
     """A Rich console for threads that print around a live view. Characters that its stream can't
@@ -64,114 +228,90 @@ class Outlet(Console):
 
     @property
     def can_live(self) -> bool:
-        """Whether a live view can be drawn: on a terminal whose cursor moves."""
+        """Whether a live view can be drawn: on a terminal with Unicode whose cursor moves."""
         # FORCE_COLOR makes is_terminal true for a pipe
         return is_terminal(self.file) and self.is_terminal and not self.is_dumb_terminal \
-            and bool(os.environ.get("TERM"))
+            and bool(os.environ.get("TERM")) and self.encoding.startswith("utf")
 
 
 class LiveView(Live):
-    """Lines at the bottom of a terminal, from ``start`` to ``stop``. What is printed to the console
-    meanwhile, and what is written to standard streams that are terminals, goes above them.
+    """A dashboard at the bottom of a terminal, from ``start`` to ``stop``. What is printed to the
+    console meanwhile, and what is written to standard streams that are terminals, goes above it.
 
     Args:
         console: of the terminal.
-        render: the lines, of one row each, for (columns, rows, ascii_only=...).
+        board: what is shown.
         started_by: the process in the user's foreground that has started this one in another
             process group.
     """
 
-    def __init__(self, console: Outlet, render: Callable[..., Sequence[Text]],
-                 started_by: int | None = None) -> None:
-        super().__init__(console=console, refresh_per_second=_DRAWINGS, transient=True,
-                         redirect_stdout=False, redirect_stderr=False)
-        self._render = render
-        self._redirections = ExitStack()
-        self._groups = {os.getpgrp()}
+    def __init__(self, console: Outlet, board: Dashboard, started_by: int | None = None) -> None:
+        self._board, self._groups, self._redirections = board, {os.getpgrp()}, ExitStack()
+        self.trouble: Exception | None = None
+        """the exception that ended drawing, if any"""
         if started_by is not None:
             with suppress(OSError):
                 self._groups.add(os.getpgid(started_by))
-        self._lines: Sequence[Text] = ()
-        self._on_screen: list[int] = []  # cells of each line that is drawn
-        self._size = (0, 0)
-        self.trouble: Exception | None = None
-        """the exception that ended drawing, if any"""
+        super().__init__(console=console, get_renderable=self._drawing, transient=True,
+                         refresh_per_second=_DRAWINGS, vertical_overflow="crop",
+                         redirect_stdout=False, redirect_stderr=False)
 
     def start(self, refresh: bool = True) -> None:
         """Draw, and keep drawing in a thread."""
-        super().start(refresh)
+        super().start(refresh=True)
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if is_terminal(stream):
-                above = self._redirections.enter_context(redirect(Above(stream, self.console)))
-                self._redirections.callback(above.close_line)
+                above: Any = _Above(self.console, stream)
+                self._redirections.enter_context(redirect(above))
+                self._redirections.callback(above.flush)
 
     def stop(self) -> None:
         """Erase the lines; what is printed from now on goes to the terminal alone."""
         self._redirections.close()
+        self.transient = self._in_foreground()
         super().stop()
 
     def refresh(self) -> None:
-        """Draw if something has changed."""
-        lines: Sequence[Text] = ()
-        size = self.console.size
-        if self.is_started and self.trouble is None:
-            try:
-                lines = self._render(max(10, size.width - 1), max(1, size.height - 1),
-                                     ascii_only=self.console.options.ascii_only)
-            except Exception as error:  # a view that fails must not end a training
-                self.trouble = error
-        if lines != self._lines or size != self._size or not self._on_screen:
-            self._lines, self._size = lines, size
-            self.console.print(Control())
+        """Draw."""
+        if self._in_foreground():
+            super().refresh()
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Printed output between erasing the lines and drawing them again: output of the training
-        doesn't wait for new lines."""
-        line_widths, self._on_screen = self._on_screen, []
-        if not self._in_foreground():  # the lines on the screen are someone else's
-            return renderables
-        # a terminal that has become narrower has broken long lines into several
-        width = max(1, self.console.width)
-        rows = sum(max(1, -(-cells // width)) for cells in line_widths)
-        erase = Control(ControlType.CARRIAGE_RETURN,
-                        *((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)) * rows)
-        self._on_screen = [cell_len(line.plain) for line in self._lines]
-        return [*([erase] if rows else []), *renderables, *self._lines]
+        """What is printed, between erasing the view and drawing it again."""
+        return super().process_renderables(renderables) if self._in_foreground() else renderables
 
     def _in_foreground(self) -> bool:
         with suppress(OSError, ValueError, AttributeError):
             return os.tcgetpgrp(self.console.file.fileno()) in self._groups
         return True  # no terminal of this session: nobody else writes there
 
+    def _drawing(self) -> Group:
+        if self.trouble is None:
+            try:
+                return Group(*self._board.lines(max(10, self.console.width - 1)))
+            except Exception as error:  # a view that fails must not end a training
+                self.trouble = error
+        return Group()
 
-class Above:
-    """A standard stream whose whole lines go above a live view (``print`` in a reward function),
-    without the control sequences of other things than colours."""
 
-    def __init__(self, stream: Any, console: Console) -> None:
-        self._stream, self._console, self._rest = stream, console, ""
+class _Above(FileProxy):
+    """A standard stream whose lines go above the view (``print`` in a reward function). A fork
+    writes past it: the console's locks may be held for ever there."""
+
+    def __init__(self, console: Console, stream: Any) -> None:
+        super().__init__(console, stream)
         self._process = os.getpid()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Print complete lines, and keep the rest."""
-        if os.getpid() != self._process:  # a fork: the console's lock may be held for ever there
-            return int(self._stream.write(text))
-        *lines, self._rest = (self._rest + text).split("\n")
-        if lines:
-            complete_lines = (Text.from_ansi(line.rstrip("\r")) for line in lines)
-            self._console.print(Text("\n").join(complete_lines), soft_wrap=True)
-        return len(text)
+        if os.getpid() != self._process:
+            return int(self.rich_proxied_file.write(text))
+        return super().write(text)
 
     def flush(self) -> None:
-        """Do nothing: complete lines are printed, and half a line would break the view."""
-
-    def close_line(self) -> None:
-        """Write the rest that had no newline."""
-        if self._rest:
-            self.write("\n")
+        """Print the rest as well."""
+        if os.getpid() == self._process:
+            super().flush()
 
 
 def is_terminal(stream: Any) -> bool:

@@ -1,7 +1,7 @@
 """A policy as a plain Hugging Face folder: loaded, merged, cast and saved by transformers and PEFT,
-then loaded again from the new folder alone and compared with its source on one batch."""
+then loaded again from the new folder alone and compared with its source on one batch; and pushed to
+the Hub."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,21 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config.config_yaml import CONFIG_FILE, read_config, yaml_text
-from ppocli.config.text import each_text, short_path
-from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.publish.card import AUTO_CLASSES, CARD, CURVE, curve, render_card, task_of
-from ppocli.publish.provenance import Provenance, masked, provenance_of
+from ppocli.config.text import each_text, first_line, pasted, short_path
+from ppocli.errors import CheckpointError, ConfigError, HubError
+from ppocli.publish.card import (
+    AUTO_CLASSES,
+    CARD,
+    CURVE,
+    curve,
+    masked,
+    provenance_of,
+    render_card,
+    task_of,
+    with_location,
+)
 from ppocli.runs import atomic, faults, model_files
-from ppocli.runs.listing import last_part
 from ppocli.runs.run_folder import refuse_links
 from ppocli.runs.target import Target
 from ppocli.runs.trust import check_run
 from ppocli.version import __version__
 
 RECORD = "export.json"
-"""what was exported, with a hash of every file; tells an export from any other folder"""
+"""what was exported, with the names of all files; tells an export from any other folder"""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+_STALE = ["config.json", "model*.safetensors", "model.safetensors.index.json", "eval.json",
+          model_files.ADAPTER_CONFIG, model_files.ADAPTER_WEIGHTS, model_files.ADAPTER_BASE,
+          model_files.VALUE_HEAD, model_files.VALUE_TRUNK, "additional_chat_templates/*.jinja"]
+"""files of an earlier export that this one may not have: transformers would load the wrong weights,
+or put an adapter on weights that it was merged into"""
 _TOLERANCE = 1e-5
 """largest relative RMS difference of logits between source and export, both in fp32"""
 
@@ -193,9 +206,7 @@ def write_export(plan: ExportPlan, check: Callable[[], None]) -> dict[str, Any]:
     from ppocli.models.loading.model_config import loading
 
     check_folder(plan.folder, plan.source, plan.overwrite)  # another export may have ended there
-    card, record = plan.folder / CARD, dict[str, Any]()
-    previous = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    facts = provenance_of(plan.target)
+    record, facts = dict[str, Any](), provenance_of(plan.target)
     prompt = str(facts.samples[0][1]["prompt"] if facts.samples else "Once upon a time")
     place = plan.source if model_files.has_tokenizer(plan.source) else model_files.find_whole(
         str(plan.source), key="RUN", needs="model and tokenizer")[0]
@@ -210,33 +221,22 @@ def write_export(plan: ExportPlan, check: Callable[[], None]) -> dict[str, Any]:
             check()
             difference = verify(plan, folder, tokenizer(prompt).input_ids or [0])
             check()
-        for name, text in _training_files(facts).items():
-            (folder / name).write_text(text, encoding="utf-8")
-        (folder / CARD).write_text(render_card(folder, facts, previous, location=plan.location,
-                                               dtype=dtype), encoding="utf-8")
+        if facts.run is not None:
+            (folder / "training_config.yaml").write_text(yaml_text(each_text(
+                asdict(facts.run.config), masked)), encoding="utf-8")
+            if (drawing := curve(facts.run)) is not None:
+                (folder / CURVE).write_text(masked(drawing), encoding="utf-8")
+        (folder / CARD).write_text(render_card(folder, facts, location=plan.location, dtype=dtype),
+                                   encoding="utf-8")
         record.update(each_text({
             "ppocli": __version__, "run": facts.name if facts.run else None, "step": facts.step,
             "dtype": dtype, "logits_difference": difference, "before": facts.before,
             "after": facts.after}, masked))
-        record["files"] = {name: atomic.sha256_file(folder / name) for name in _files(folder)
-                           if name != CARD}
+        record["files"] = _files(folder)
         atomic.write_json_atomic(folder / RECORD, record)
 
     atomic.publish_folder(write, plan.folder)
     return record
-
-
-def _training_files(facts: Provenance) -> dict[str, str]:
-    """Files about the training, without secrets: name -> text."""
-    if facts.run is None:
-        return {}
-    texts = {"training_config.yaml": yaml_text(each_text(asdict(facts.run.config), masked))}
-    if (drawing := curve(facts.run)) is not None:
-        texts[CURVE] = masked(drawing)
-    if facts.evaluation is not None:  # folders of this machine are cut down to their last part
-        texts["eval.json"] = json.dumps(each_text(
-            facts.evaluation, lambda text: masked(last_part(text)), last_part), indent=2) + "\n"
-    return texts
 
 
 def _files(folder: Path) -> list[str]:
@@ -247,22 +247,7 @@ def _files(folder: Path) -> list[str]:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an exported folder says of itself; None for a folder that is no export."""
     record = atomic.read_json(folder / RECORD)
-    return record if record is not None and isinstance(record.get("files"), dict) else None
-
-
-def check_unchanged(folder: Path) -> list[str]:
-    """Names of all files of an export, which are as they were written; only the card may differ.
-
-    Raises:
-        InputError: it is no export, or a file is missing or changed.
-    """
-    files = (read_record(folder) or {"files": {RECORD: None}})["files"]
-    for name, digest in files.items():
-        path = folder / name
-        if not path.is_file() or path.is_symlink() or atomic.sha256_file(path) != digest:
-            raise InputError(f"{name} in {folder} is not as it was exported.", where=str(path),
-                             fix="export again, with --overwrite")
-    return [*files, CARD, RECORD]
+    return None if record is None or "files" not in record else record
 
 
 def check_folder(folder: Path, source: Path, overwrite: bool) -> None:
@@ -278,8 +263,45 @@ def check_folder(folder: Path, source: Path, overwrite: bool) -> None:
         what = "is no export, or holds what is exported"
     elif not overwrite:
         what, fix = "holds an export already", f"add --overwrite, or {fix}"
-    elif foreign := sorted({*_files(folder)} - {*record["files"], CARD, RECORD}):
+    elif foreign := sorted({*_files(folder)} - {*record["files"], RECORD}):
         what = f"holds files that are not the export's ({', '.join(foreign[:3])})"
     else:
         return
     raise ConfigError(f"{short_path(str(folder))} {what}.", where=option, fix=fix)
+
+
+def push(folder: Path, repo: str, *, public: bool) -> str:
+    """Push an export; return the address of the repository. Every failure leaves the folder
+    complete on this machine.
+
+    Args:
+        repo: ``USER/NAME``; a plain ``NAME`` belongs to the token's user. Created if missing.
+        public: the visibility that the repository has, or gets.
+
+    Raises:
+        HubError: the Hub can't be reached or refuses, or the repository has another visibility.
+    """
+    from huggingface_hub import HfApi
+
+    api, place = HfApi(), pasted(short_path(str(folder)))
+    files = [*(read_record(folder) or {"files": [CARD]})["files"], RECORD]
+    fix = f"ppocli export {place} --to-hub {repo}" + " --public" * public
+    try:
+        repo = api.create_repo(repo, private=not public, exist_ok=True).repo_id
+        if bool(api.repo_info(repo).private) == public:
+            fix = f"add --{'private' if public else 'public'}, or change the repository's settings"
+            raise ValueError(f"the repository is {'private' if public else 'public'}")
+        text = (folder / CARD).read_text(encoding="utf-8")
+        atomic.write_atomic(folder / CARD, masked(with_location(text, repo)))
+        api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files,
+                          delete_patterns=_STALE,
+                          commit_message="Upload a model exported by ppocli")
+    except Exception as error:  # whatever the client, the connection or the Hub raises
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        cause = masked(getattr(error, "server_message", None) or first_line(error)).rstrip(".")
+        if status in (401, 403):
+            fix = f"log in with a token that may write (hf auth login, or HF_TOKEN), then: {fix}"
+        raise HubError(f"The push to {repo} did not go through: "
+                       f"{cause}{f' (HTTP {status})' if status else ''}. Your export is complete "
+                       f"in {place}.", where=api.endpoint, fix=fix) from error
+    return f"{api.endpoint}/{repo}"

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from ppocli.config.text import figure, format_bytes, printable, sparkline
 from ppocli.errors import ConfigError, DiskError
-from ppocli.publish.sample_rows import SHOWN, spreads
+from ppocli.publish.facts import SHOWN, spreads
 from ppocli.runs import atomic, run_folder
 
 FORMATS = ("html", "md")
@@ -63,10 +63,9 @@ def _chart_data(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[s
     return {
         "step": report["step"], "shares": spreads, "curves": [
             {"title": printable(curve["title"]), "unit": curve["unit"], "floor": curve["floor"],
-             "notes": f"{curve['note']} {curve['thinned']}".strip(), "lines": [
+             "notes": curve["note"], "lines": [
                  {"name": printable(line["name"]), "kind": line["kind"], "run": line["run"],
-                  "points": columns(line["points"]), "means": columns(means)}
-                 for line, means in zip(curve["lines"], curve["means"], strict=True)]}
+                  "points": columns(line["points"])} for line in curve["lines"]]}
             for curve in report["curves"]]}
 
 
@@ -141,36 +140,21 @@ def duration(seconds: float) -> str:
 NAME = "report"
 _OURS = re.compile(rb'(?:<meta name="generator" content="|<!-- generator: )ppocli report ')
 _HEAD = 2048
-_SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
 
-def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[tuple[Path, str]]:
-    """Files to be written, in the run's folder or where the user said, each with its format.
-
-    Args:
-        output: a file, whose suffix tells the format, or an existing folder; None: ``run_dir``.
-        form: ``html``, ``md`` or ``both``; None: as ``output`` tells, else both.
+def destinations(run_dir: Path, output: Path | None) -> list[tuple[Path, str]]:
+    """Files to be written, each with its format: both in the run's folder or in an existing one
+    that the user named, or one file, whose suffix tells the format.
 
     Raises:
-        ConfigError: the suffix tells no format, or another than ``form``.
+        ConfigError: the suffix tells no format.
     """
-    if form not in (None, "both", *FORMATS):
-        raise ConfigError(f"--format {form} is unknown.", where="--format",
-                          fix="one of: html, md, both")
     if output is None or os.path.isdir(output):
-        return [((output or run_dir) / f"{NAME}.{each}", each) for each in FORMATS
-                if form in (None, "both", each)]
-    suffix_form = _SUFFIXES.get(output.suffix.lower())
-    if form == "both":
-        stem = output.with_suffix("") if suffix_form else output
-        return [(stem.with_name(f"{stem.name}.{each}"), each) for each in FORMATS]
-    if suffix_form is None and form is None:
+        return [((output or run_dir) / f"{NAME}.{form}", form) for form in FORMATS]
+    if (form := output.suffix.lower().removeprefix(".")) not in FORMATS:
         raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
-                          fix="end it in .html or .md, or add --format html, md or both")
-    if suffix_form is not None and form is not None and suffix_form != form:
-        raise ConfigError(f"{output} has the ending of another format than --format {form}.",
-                          where="--output", fix="leave --format out, or change the ending")
-    return [(output, form or suffix_form or "html")]
+                          fix="end it in .html or .md")
+    return [(output, form)]
 
 
 def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
@@ -178,25 +162,15 @@ def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
 
     Raises:
         ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.
-        DiskError: a file there can't be read.
     """
     for path in paths:
         if os.path.isdir(path):
             raise ConfigError(f"{path} is a folder.", where=str(path),
                               fix="name a file: --output FILE")
-        if os.path.exists(path) and not overwrite and not _is_ours(path):
+        if os.path.exists(path) and not overwrite and not _OURS.search(path.read_bytes()[:_HEAD]):
             raise ConfigError(f"{path} exists and was not written by ppocli report.",
                               where=str(path), fix="choose another file with --output, or replace "
                               "it with --overwrite")
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return _OURS.search(file.read(_HEAD)) is not None
-    except OSError as error:
-        raise DiskError(f"{path} can't be read: {error.strerror}.", where=str(path),
-                        fix="choose another file with --output") from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:

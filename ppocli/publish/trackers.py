@@ -7,32 +7,30 @@ to finish. ``trackers/NAME.json`` in the run's folder keeps the run's id in the 
 step that was logged, so that a resumed run goes on in the same tracker run.
 """
 
+import inspect
 import logging
+import math
+import os
 import queue
 import re
+import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from operator import attrgetter, methodcaller
 from pathlib import Path
-from time import monotonic
+from socket import gethostname
+from time import monotonic, time, time_ns
 from typing import Any, Protocol
 
 import yaml
 
-from ppocli.config import keys, schema
+from ppocli.config import config_yaml, keys, schema
 from ppocli.config.secrets import hide_secrets
-from ppocli.config.text import each_text, short_path
-from ppocli.errors import StoppedError
-from ppocli.publish.tracker_kinds import (
-    AccelerateTracker,
-    ClassTracker,
-    EventFiles,
-    Rows,
-    cause_of,
-    finite_figures,
-    locate_tracker,
-    warn,
-)
+from ppocli.config.text import each_text, error_line, short_path
+from ppocli.config.user_classes import refuse_unfit
+from ppocli.config.user_code import CodeSetting, Kind, Located, locate
+from ppocli.errors import InputError, StoppedError
 from ppocli.runs.atomic import read_json, write_json_atomic
 from ppocli.runs.episode import in_a_table
 from ppocli.runs.run_folder import RunFolder
@@ -47,39 +45,62 @@ QUEUE_ROWS = 1000
 """rows and tables that may wait for a tracker before further ones are dropped"""
 TABLE_ROWS = 64
 """evaluation samples in one table"""
+EVAL_SAMPLES = "eval/samples"
+_INIT_SECONDS = "30"  # wandb's own 90 are long to wait for "no network"
+_RUN_IDS: dict[str, Callable[[Any], str]] = {
+    "trackio": attrgetter("id"), "clearml": attrgetter("id"),
+    "mlflow": attrgetter("info.run_id"), "comet_ml": methodcaller("get_key")}
+"""how trackers name a run; wandb and swanlab take the id that we choose"""
+Rows = list[dict[str, Any]]
 
 
-class Tracker(Protocol):
-    """Takes the figures of steps. Its methods never raise, and only ``wait`` waits."""
+class EventFiles:
+    """TensorBoard's event files in the run's folder. Written here and not by its SummaryWriter,
+    whose thread would print a traceback where the folder goes away."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time():010.0f}.{gethostname()}.{os.getpid()}.{time_ns()}"
+        self._records: Any = RecordWriter((folder / name).open("xb"))
+        self._warned = False
+        self._write(file_version="brain.Event:2")
+
+    def _write(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        try:
+            self._records.write(Event(wall_time=time(), **event).SerializeToString())
+            self._records.flush()
+        except Exception as error:
+            if not self._warned:
+                _warn("tensorboard", _cause_of(error))
+            self._warned = True
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._write(step=row["step"], summary=Summary(value=[
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in _finite_figures(row).items()]))
 
     def samples(self, step: int, samples: Rows) -> None:
-        """The samples of a step's evaluation, before its row."""
+        """They are in samples.jsonl; TensorBoard has no tables."""
 
     def finish(self, code: int) -> None:
-        """No more rows will come; ``code`` is 0 for a run that finished."""
+        """Close the file."""
+        with suppress(OSError):
+            self._records.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so long until the tracker has finished."""
-
-
-class OpenTracker(Protocol):
-    """A run in a tracker, used by one thread."""
-
-    run_id: str
-    """under which a resumed run goes on; empty if the tracker has no such thing"""
-
-    def log(self, figures: dict[str, Any], samples: Rows, step: int) -> None:
-        """Log a step; ``samples`` is empty at most steps."""
-
-    def close(self, code: int) -> None:
-        """No more steps will come."""
+        """It is closed."""
 
 
 class ThreadTracker:
-    """A tracker in a daemon thread of its own, which may fail or hang.
+    """A tracker in a daemon thread of its own, which may fail or hang. Its methods never raise, and
+    only ``wait`` waits.
 
     Args:
         name: of the tracker, as typed.
@@ -98,14 +119,14 @@ class ThreadTracker:
 
     def row(self, row: dict[str, Any]) -> None:
         """Queue one step's figures."""
-        self._send("row", {"step": row["step"], **finite_figures(row)})
+        self._send("row", {"step": row["step"], **_finite_figures(row)})
 
     def samples(self, step: int, samples: Rows) -> None:
-        """Queue the first samples of a step's evaluation."""
+        """Queue the first samples of a step's evaluation, before its row."""
         self._send("samples", (step, list(map(in_a_table, samples[:TABLE_ROWS]))))
 
     def finish(self, code: int) -> None:
-        """Let the thread close the tracker."""
+        """Let the thread close the tracker; ``code`` is 0 for a run that finished."""
         self._send("finish", code)
 
     def wait(self, seconds: float) -> None:
@@ -128,7 +149,7 @@ class ThreadTracker:
         """Report what failed, once."""
         if not self._warned and not self._too_late:
             self._warned = True
-            warn(short_path(self._name), cause)
+            _warn(short_path(self._name), cause)
 
     def _serve(self) -> None:
         """Open the tracker, log what comes, and close it."""
@@ -152,37 +173,175 @@ class ThreadTracker:
                 elif (step := what.pop("step")) > last:
                     self._log(opened, what, evaluated[1] if evaluated[0] == step else [], step)
         except (Exception, SystemExit) as error:
-            self._warn(cause_of(error) + lost)
+            self._warn(_cause_of(error) + lost)
         finally:
             self._busy_since = None
 
-    def _log(self, opened: OpenTracker, figures: dict[str, Any], samples: Rows, step: int) -> None:
+    def _log(self, opened: "AccelerateTracker | ClassTracker", figures: dict[str, Any],
+             samples: Rows, step: int) -> None:
         try:
             opened.log(figures, samples, step)
             self._keep(opened.run_id, step)
         except (Exception, SystemExit) as error:
-            self._warn(f"step {step} could not be logged: {cause_of(error)}")
+            self._warn(f"step {step} could not be logged: {_cause_of(error)}")
 
     def _keep(self, run_id: str, step: int) -> None:
         self._record.parent.mkdir(exist_ok=True)
         write_json_atomic(self._record, {"id": run_id, "step": step})
 
-    def _open(self, record: dict[str, Any]) -> OpenTracker:
+    def _open(self, record: dict[str, Any]) -> "AccelerateTracker | ClassTracker":
         config = each_text(yaml.safe_load(self._folder.config.read_text(encoding="utf-8")),
                            hide_secrets, str)
         if keys.is_import_path(self._name):
-            return ClassTracker(locate_tracker(self._name).target(self._folder.path, config))
+            return ClassTracker(_locate_tracker(self._name).target(self._folder.path, config))
         return AccelerateTracker(self._name, self._cfg.project, self._folder.path, config, record)
+
+
+Tracker = EventFiles | ThreadTracker
+
+
+class AccelerateTracker:
+    """A run in one of accelerate's trackers (``accelerate.tracking``).
+
+    Args:
+        name: of the tracker, as accelerate has it.
+        project: None: as the library's environment variables say, or ``ppocli``.
+        run_dir: its name becomes the name of the tracker's run.
+        config: settings of the run, without secrets.
+        record: ``trackers/NAME.json``.
+    """
+
+    def __init__(self, name: str, project: str | None, run_dir: Path, config: dict[str, Any],
+                 record: dict[str, Any]) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        environ, own_id = os.environ, record.get("id")
+        self._name, project = name, project or (
+            environ.get("WANDB_PROJECT") if name == "wandb" else None) or "ppocli"
+        self.run_id = own_id or (
+            environ.get("WANDB_RUN_ID") if name == "wandb" else None) or secrets.token_hex(4)
+        how: dict[str, Any] = {
+            "wandb": {"id": self.run_id, "resume": "allow",
+                      "name": None if environ.get("WANDB_NAME") else run_dir.name,
+                      "dir": None if environ.get("WANDB_DIR") else str(run_dir)},
+            "trackio": {"name": run_dir.name, "embed": False,
+                        "resume": "allow" if record else "never"},
+            "mlflow": {"run_name": run_dir.name, "run_id": own_id},
+            "swanlab": {"experiment_name": run_dir.name, "id": self.run_id, "resume": "allow",
+                        "logdir": str(run_dir / "swanlab")},
+            "comet_ml": {"experiment_key": own_id},
+            "clearml": {"task_name": run_dir.name, "continue_last_task": own_id or False}}[name]
+        make: Any = LOGGER_TYPE_TO_CLASS[name]
+        self._tracker = make(project, **how)
+        if name == "wandb":
+            self._start_wandb()
+        else:
+            self._tracker.start()
+        if name == "trackio" and record and self._tracker.tracker.id != own_id:
+            # runs go by name, and another run has taken this one's
+            self._tracker.init_kwargs["resume"] = "never"
+            self._tracker.start()
+        self._tracker.store_init_configuration(
+            dict(config_yaml.leaves("", config)) if name in ("mlflow", "comet_ml") else config)
+        if name in _RUN_IDS:
+            self.run_id = _RUN_IDS[name](self._tracker.tracker)
+
+    def _start_wandb(self) -> None:
+        """Open the run; if wandb can't be reached, it logs into files to be uploaded later."""
+        import wandb
+
+        tracker, sync = self._tracker, "to upload it later: wandb sync %s"
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", _INIT_SECONDS)
+        tracker.init_kwargs["settings"] = wandb.Settings(console="off", silent=True)
+        try:
+            tracker.start()
+        except Exception as error:
+            if os.environ.get("WANDB_MODE", "online") != "online":
+                raise
+            tracker.init_kwargs["mode"] = "offline"
+            tracker.start()
+            _warn("wandb", f"{_cause_of(error)}; the run is logged to files; "
+                           + sync % tracker.run.settings.sync_dir)
+        else:
+            log.info("wandb        %s", sync % tracker.run.settings.sync_dir
+                     if tracker.run.offline else tracker.run.url)
+
+    def log(self, figures: dict[str, Any], samples: Rows, step: int) -> None:
+        """Log a step, and its samples where the tracker has tables."""
+        if samples and self._name == "wandb":
+            self._tracker.log_table(EVAL_SAMPLES, columns=list(samples[0]), data=[
+                [row[name] for name in samples[0]] for row in samples], step=step)
+        elif samples and self._name == "trackio":
+            import trackio
+
+            figures[EVAL_SAMPLES] = trackio.Table(data=samples)
+        self._tracker.log(figures, step=step)
+
+    def close(self, code: int) -> None:
+        """Finish the run; wandb also learns how it ended."""
+        if self._name == "wandb":
+            self._tracker.run.finish(exit_code=code)
+        else:
+            self._tracker.finish()
+
+
+class UserTracker(Protocol):
+    """A tracker of the user's own, of which ``row`` alone must be there."""
+
+    def row(self, figures: dict[str, Any]) -> None:
+        """One step's figures, ``step`` among them."""
+
+    def samples(self, step: int, samples: Rows) -> None:
+        """The samples of a step's evaluation."""
+
+    def close(self) -> None:
+        """No more rows will come."""
+
+
+class ClassTracker:
+    """A run in an object of the user's own class."""
+
+    run_id = ""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def log(self, figures: dict[str, Any], samples: Rows, step: int) -> None:
+        """Hand a step on."""
+        if samples and hasattr(self._tracker, "samples"):
+            self._tracker.samples(step, samples)
+        self._tracker.row({"step": step, **figures})
+
+    def close(self, code: int) -> None:
+        """Close the object if it can be closed."""
+        getattr(self._tracker, "close", lambda: None)()
+
+
+def _locate_tracker(spec: str) -> Located:
+    """The class of the user's own that an entry of ``tracking.trackers`` names.
+
+    Raises:
+        InputError: the path leads to nothing, or to something that is no tracker.
+    """
+    located = locate(CodeSetting(spec, "tracking.trackers", Kind("class", InputError)))
+    refuse_unfit(located, UserTracker, InputError, frozenset({"row"}))
+    try:
+        inspect.signature(located.target).bind(Path(), {})
+    except TypeError as error:
+        raise InputError(f"{located.label} can't be made from a folder and a configuration: "
+                         f"{error}.", where="tracking.trackers", fix="a tracker is a class: "
+                         "__init__(self, run_dir, config), row(self, figures)") from None
+    return located
 
 
 def check_trackers(cfg: schema.TrackingConfig) -> None:
     """Import the trackers that are classes of the user's own, before anything else is loaded.
 
     Raises:
-        InputError: as :func:`locate_tracker`.
+        InputError: one of them is missing, or no tracker.
     """
     for spec in filter(keys.is_import_path, cfg.trackers):
-        log.info("running code from %s", locate_tracker(spec).file)
+        log.info("running code from %s", _locate_tracker(spec).file)
 
 
 @contextmanager
@@ -194,7 +353,7 @@ def open_trackers(cfg: schema.TrackingConfig, folder: RunFolder) -> Iterator[Seq
             trackers.append(EventFiles(folder.events) if name == "tensorboard"
                             else ThreadTracker(name, folder, cfg))
         except Exception as error:
-            warn(name, cause_of(error))
+            _warn(name, _cause_of(error))
     code = 1
     try:
         yield tuple(trackers)
@@ -208,3 +367,20 @@ def open_trackers(cfg: schema.TrackingConfig, folder: RunFolder) -> Iterator[Seq
             tracker.finish(code)
         for tracker in trackers:
             tracker.wait(max(0.0, deadline - monotonic()))
+
+
+def _finite_figures(row: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers among a row's values, without ``step``."""
+    return {name: value for name, value in row.items()
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)}
+
+
+def _cause_of(error: BaseException) -> str:
+    """The first line of an exception's message, without secrets and full stop."""
+    return hide_secrets(error_line(error).rstrip("."))
+
+
+def _warn(name: str, cause: str) -> None:
+    """Report that a tracker failed."""
+    log.warning("%s: %s. The run does not depend on it; metrics.jsonl has everything.", name,
+                hide_secrets(cause))

@@ -103,15 +103,14 @@ def run_training(run: Run) -> None:
         PpocliError: reward, divergence, disk.
     """
     task, length = run.task, run.task.length
-    run.display.start(run.state.step, length.total_steps, task.backend.memory_mib)
+    run.display.start(run.state.step, length.total_steps)
     run.clock.mark("startup")
     finish_step(run)
-    while (left := length.total_samples - run.state.episodes) > 0:
+    while run.state.episodes < length.total_samples:
         run.stop.meet()
         run.clock.mark("between")
         launchers.note_phase(f"step {run.state.step + 1}, rollout")
-        count = min(left, length.samples_per_step)
-        run.display.board.enter("rollout", ("chunk", 1, -(-count // (task.chunk_size or count))))
+        run.display.board.enter("rollout")
         learn(run, task.collect(run.state, context_of(task, run.state.step, run.stop, run.clock)))
         finish_step(run)
 
@@ -140,8 +139,7 @@ def learn(run: Run, batch: Any) -> None:
     launchers.note_phase(f"step {step}, optimize")
     try:
         result = optimize(task, plan, state, run.stop, lambda done, total: run.display.board.enter(
-            "optimize", ("epoch", plan.groups[done].epoch + 1, plan.groups[-1].epoch + 1),
-            ("update", done + 1, total)))
+            "optimize", f", update {done + 1}/{total}"))
         if not task.trained.is_finite():
             raise diverged(task, f"The policy's weights became non-finite in step {step}.")
     except DivergedError as error:

@@ -92,10 +92,10 @@ RESIDENT = """
 import os
 from pathlib import Path
 
-from ppocli.distributed.host_memory import resident_mib
+import psutil
 
 # imported before any model is loaded
-Path(f"before-{os.environ.get('RANK')}").write_text(str(resident_mib(os.getpid())))
+Path(f"before-{os.environ.get('RANK')}").write_text(str(psutil.Process().memory_info().rss / 2**20))
 
 
 def plain(outputs, **columns):

@@ -103,7 +103,7 @@ def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypat
         follower.look()
         print(follower.ending())
 
-    for look in (lambda: report("runs/bad", None, None, None, False, True),
+    for look in (lambda: report("runs/bad", None, None, False, True),
                  lambda: compare(["runs/good", "runs/bad"], False), watch):
         capsys.readouterr()
         code = code_of(look)

@@ -11,7 +11,7 @@ from runs import assert_equal_runs, copied, make_world, resumed, rewrite, run, w
 from ppocli import PPOTrainer
 from ppocli.errors import ConfigError
 from ppocli.publish.console import closing_table
-from ppocli.publish.dashboard import Dashboard
+from ppocli.publish.live_view import Dashboard
 from ppocli.runs.episode import in_a_table, transcript_turns
 
 PLAYS = ("env.fn=env.py:Words", "env.max_turns=3", "env.max_tokens=24",
@@ -198,7 +198,7 @@ def test_every_view_tells_the_words_apart(place, app):
     assert "turns_mean" in list(table.columns[0].cells)
     board = Dashboard("run")
     board.show([(row["prompt"], transcript_turns(row), row["score"])], 4)
-    line = board.lines(200, 40)[-1]
+    line = board.lines(200)[-1]
     assert f"> {first['response'].strip()} < {heard}" in line.plain
 
 

@@ -115,7 +115,7 @@ def test_wrong_options(plot, given, said):
 def test_what_only_reads_loads_no_torch(runs):
     code = ("from ppocli.cli import results, runs\n"
             "runs.watch('one', interval=1, from_start=True, plain=True, as_json=False)\n"
-            "runs.report('one', None, None, None, False, False)\n"
+            "runs.report('one', None, None, False, False)\n"
             "results.plot_runs(['one'], metric='lr', smooth=1, out=None, overwrite=False, "
             "as_json=True)\n"
             "results.compare(['one', 'other'], True)\nruns.print_runs(None, True)")

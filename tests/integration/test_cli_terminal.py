@@ -24,23 +24,15 @@ def pane(lines: list[str]) -> list[str]:
     return lines[starts[-1]:] if starts else []
 
 
-def test_the_live_view_of_a_run_whose_window_changes(reference, world: Path):
+def test_the_live_view_of_a_run(reference, world: Path):
     """The numbers are those of a run that was piped; nothing of the view is left at the end."""
     with Terminal("train", *words("run_name=r", stateful=True), cwd=world,
                   PPOCLI_FAULTS="score.before@10:sleep=2") as terminal:
         screen = terminal.screen
         # a screen is written in pieces: the first rows may stand there without the others
         terminal.wait_for(lambda: all(part in "\n".join(pane(screen.lines)) for part in (
-            "step 2/4", "── training r ──", "reward  ", "KL  ", "tokens/s", "memory", "optimize",
-            "samples of step", " │ ", " left, ", " so far")))
-        terminal.resize(40, 16)
-        terminal.wait_for(lambda: any(line.endswith(" left") for line in pane(screen.lines)))
-        rows = pane(screen.lines)
-        assert len(rows) <= 16
-        assert max(map(len, rows)) < 40
-        above = screen.lines[:-len(rows)]
-        assert not any("── training" in line or "so far" in line for line in above), above
-        terminal.resize(100, 30)
+            "step 2/4", "── training r ──", "reward  ", "KL  ", "now     ", "samples of step",
+            " │ ", " left, ", " so far")))
         assert terminal.end() == 0
     said = screen.lines
     assert not [line for line in said if "── training" in line or " so far" in line], said

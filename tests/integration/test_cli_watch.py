@@ -239,7 +239,7 @@ def test_a_real_run_on_a_terminal_that_is_killed(world: Path):
             terminal.wait_for(lambda: any(re.match(r".*step ([3-9]|[1-4]\d)/50 .* left", line)
                                           for line in screen.lines))
             shown = "\n".join(screen.lines)
-            for part in ("── training runs/r ──", "reward  ", "samples of step", "memory"):
+            for part in ("── training runs/r ──", "reward  ", "samples of step"):
                 assert part in shown, shown
             process.kill()
             process.wait()

@@ -363,7 +363,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
 
 
 def test_figures_are_called_by_their_names():
-    from ppocli.publish.tracker_kinds import EVAL_SAMPLES
+    from ppocli.publish.trackers import EVAL_SAMPLES
 
     name = re.compile(r"`((?:objective|policy|val|loss|rollout|time|eval|reward)/[\w/]+)`")
     for page in set(PAGES) - {"docs/metrics.md"}:  # which has those of TRL and trlX too

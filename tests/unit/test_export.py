@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
-from ppocli.publish.card import escaped, render_card, user_text
+from ppocli.publish.card import Provenance, escaped, masked, render_card
 from ppocli.publish.model_folder import ExportPlan, verify
-from ppocli.publish.provenance import Provenance, masked
 from ppocli.runs.record import RunRecord
 from ppocli.runs.run_folder import RunFolder
 from ppocli.runs.target import Target
@@ -81,12 +80,6 @@ def test_a_card(tmp_path):
                  "numbers:\n\n- `ppo.optimizer.lr`: 0.001 until step 1, then &lt;b&gt;\n"):
         assert line in text
     assert "| reward | /secret" not in text
-
-
-def test_a_card_of_another_hand_is_kept_whole():
-    assert user_text("---\nlicense: mit\n---\n# My model\n\nwords") == "# My model\n\nwords"
-    assert user_text("just words") == "just words"
-    assert user_text("---\nlicense: [\n---\nwords") == "words"
 
 
 @pytest.mark.parametrize("change", [1e-3, float("nan")])

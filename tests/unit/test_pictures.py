@@ -4,8 +4,6 @@ import math
 import re
 from xml.etree import ElementTree
 
-import pytest
-
 from ppocli.publish.curves import thin
 from ppocli.publish.pictures import Line, Panel, draw
 
@@ -45,17 +43,13 @@ def test_lines_of_one_run_share_a_colour():
     assert {"#ff7f0e"} == {colour for colour, _ in strokes(other)} & {"#1f77b4", "#ff7f0e"}
 
 
-def test_thinning_keeps_ends_of_the_range_every_outlier_and_the_means():
+def test_thinning_keeps_the_ends_and_every_outlier():
     points = [(float(step), math.sin(step / 50)) for step in range(10_000)]
     points[4321] = (4321.0, 99.0)
     points[7000] = (7000.0, -99.0)
-    kept, means = thin(points, 1000)
+    kept = thin(points, 1000)
     assert len(kept) <= 1000
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
     assert {points[4321], points[7000]} <= set(kept)
-    assert (kept[0], kept[-1]) == (points[0], points[-1]) == (means[0], means[-1])
-    assert len(means) == 501
-    x, y = means[200]  # of about twenty neighbours, one of which is no outlier's
-    near = [value for step, value in points if abs(step - x) < 10]
-    assert y == pytest.approx(sum(near) / len(near), abs=0.02)
-    assert thin(points[:1000], 1000) == (points[:1000], [])
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    assert thin(points[:1000], 1000) == points[:1000]

@@ -93,7 +93,7 @@ const lines = (parent, curve, height) => {
   const table = window => {
     steps = window;
     shown = curve.lines.map(line => !noisy(line) || window < 2 ? line.points
-      : smoothed(line.means.length ? line.means : line.points, window));
+      : smoothed(line.points, window));
     const ghosts = curve.lines.map((line, at) => noisy(line) && window > 1 ? below(line.points)
       : [[], []]);
     const ends = [[0, Math.max(1, data.step)], [null, null]];  // every axis is the whole run
