@@ -1,12 +1,11 @@
 """Checks of a run or a sweep without weights: what is wrong with it, and what it would do."""
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ppocli.cli.output import reward_labels
 from ppocli.config import compose, config_yaml, hydra_sweep, schema, tasks
@@ -22,7 +21,7 @@ from ppocli.launch import input_checks, open_run_folder, target_config
 from ppocli.models.loading.chat_template import decided
 from ppocli.publish.trackers import check_trackers
 from ppocli.rewards.scoring import check_reward_config, with_styles
-from ppocli.runs import model_files, run_folder
+from ppocli.runs import run_folder
 from ppocli.runs.checkpoints import find_latest, refuse_pruned
 
 
@@ -141,47 +140,31 @@ def _check_run(composed: compose.Composed, checked: Checked) -> None:
 
 def _check_sweep(words: Words, checked: Checked) -> None:
     """Check every job; a problem that several jobs share is added once, with their numbers."""
-    def refuse(key: str) -> NoReturn:
-        raise ConfigError(f"{key} decides the jobs while they run, so they can't be listed.",
+    plan = hydra_sweep.read_plan(words)
+    if plan.searches:
+        raise ConfigError("sweep.search decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")
-
-    for setting in words.settings:
-        if setting.key == "hydra/sweeper" and setting.value != "basic":
-            refuse(setting.key)
-    sweep_dir, name = hydra_sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
-    jobs: list[tuple[hydra_sweep.SweepJob, Checked]] = []
-
-    def run_job(job: hydra_sweep.SweepJob) -> None:
-        one = Checked(colour=checked.colour)
-        jobs.append((job, one))
-        with one.collecting():
-            checked.notes += job.composed.notes
-            config = replace(job.composed.config, run_name=None)
-            count, _ = _check_config(job.composed, config, one)
-            if not one.problems:
-                one.plans.append(replace(plan_of(config, count, job.folder), job=job.number,
-                                         varied=list(job.varied)))
-
-    with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        hydra_sweep.run_sweep_jobs(
-            words.without(*(each.key for each in words.settings
-                            if each.key.startswith(("hydra/launcher", "hydra.launcher")))),
-            lambda begin: (Path(scratch, "sweep"), run_job),
-            search=lambda *_: refuse("sweep.search"))
+    folder = Path(words.value("hydra.sweep.dir") or Path(
+        plan.shared.output_dir, words.value("run_name") or "sweep-DATE-TIME"))
     shared: dict[str, tuple[PpocliError, list[int]]] = {}
-    for job, one in jobs:
+    for number, varied in enumerate(plan.grid):
+        job, one = plan.job(folder, number, varied), Checked(colour=checked.colour)
+        with one.collecting():
+            composed = compose.compose(job.words)
+            checked.notes += composed.notes
+            count, _ = _check_config(composed, composed.config, one)
+            if not one.problems:
+                checked.plans.append(replace(plan_of(composed.config, count, job.folder),
+                                             job=number, varied=list(varied)))
         checked.config, checked.facts = checked.config or one.config, checked.facts or one.facts
         checked.not_looked_at = checked.not_looked_at or one.not_looked_at
-        folder = Path(sweep_dir or f"{one.config.output_dir if one.config else ''}/{name}")
         checked.warnings += one.warnings
-        checked.plans += [replace(plan, folder=str(folder / str(job.number))) for plan in one.plans]
         for problem in one.problems:
-            shared.setdefault(str(problem), (problem, []))[1].append(job.number)
+            shared.setdefault(str(problem), (problem, []))[1].append(number)
     checked.add(*(problem.reworded(what=f"job {', '.join(map(str, numbers))}: {problem.what}")
                   for problem, numbers in shared.values()))
-    if checked.config is not None:
-        checked.add(*_unwritable(Path(sweep_dir or checked.config.output_dir)))
+    checked.add(*_unwritable(folder.parent))
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -232,12 +215,6 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
         with checked.collecting():
             check_trackers(config.tracking)
     checked.not_looked_at = _not_looked_at(config)
-    if not checked.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
-        from ppocli.launch.preflight import check_models  # loads torch
-
-        model_files.quiet_transformers()
-        with checked.collecting():
-            check_models(config)
     return count, wrong
 
 
@@ -322,7 +299,7 @@ def _not_looked_at(config: schema.TrainConfig) -> list[str]:
     paths = (config.prompts.path, config.prompts.eval.path) if ppo else (
         config.data.path, tasks.val_source(config.data))
     on_gpu = config.hardware.device == "cuda" or config.model.quantization is not None
-    return ["weights and memory", *["what the reward returns"] * ppo,
+    return ["weights, lengths and memory", *["what the reward returns"] * ppo,
             *["data on the Hub"] * _on_hub(*paths),
             *["whether the servers answer"] * (config.rollout.engine == "vllm"),
             *["whether there is a GPU"] * on_gpu]

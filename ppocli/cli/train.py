@@ -194,11 +194,9 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)
         return
-    from ppocli.launch.external_launch import PROVIDED, placed
+    from ppocli.launch.external_launch import placed
 
-    composed = compose(words.without("--cfg"))
-    # what a launcher would provide does not matter to DeepSpeed
-    checked = check(composed, PROVIDED if launched or for_deepspeed else frozenset())
+    checked = check(compose(words.without("--cfg")))
     if launched is not None:
         checked = placed(checked, launched)
     if for_deepspeed:
@@ -213,7 +211,7 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
     from ppocli.launch.launch import Caller, launch
 
     output.ignore_broken_pipes()
-    outcome = launch(checked, Caller("own", output.display_mode(), output.say, store=store))
+    outcome = launch(checked, Caller(True, output.display_mode(), output.say, store=store))
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
             put(outcome.model_dir)
@@ -236,6 +234,6 @@ def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
                 raise output.one_process_error("A sweep", launched)
             _train(words, launched, store)
         elif (start := external_launch.wait_for_start(store)) is not None:
-            run_here(start, Caller("own", store=store))
+            run_here(start, Caller(True, store=store))
 
     leave_at_once(external_launch.run_together(store, launched, work))
