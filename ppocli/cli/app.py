@@ -12,7 +12,7 @@ from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
 from ppocli.cli.sweep_show import sweep_app
-from ppocli.cli.train import resume, reward_model, sft, train, train_help
+from ppocli.cli.train import resume, resume_sweep, reward_model, sft, train, train_help
 from ppocli.config.text import did_you_mean
 from ppocli.distributed.standard_output import put
 from ppocli.distributed.torch_settings import wait_passively
@@ -133,6 +133,7 @@ app.command(cls=Command)(runs.report)
 app.command("plot", cls=Command)(plot.plot_runs)
 app.command(cls=Command)(plot.compare)
 app.add_typer(runs.runs_app, name="runs")
+sweep_app.command("resume", cls=Command, context_settings=WORDS)(resume_sweep)
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(settings.recipes_app, name="recipes")
 app.command("serve-reward", **_HYDRA)(serve.serve_reward)

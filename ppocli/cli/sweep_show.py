@@ -1,4 +1,4 @@
-"""``ppocli sweep``: show the results of a sweep, and resume it."""
+"""``ppocli sweep show``: the results of a sweep."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, Overrides, group, option
+from ppocli.cli.options import AsJson, Command, group, option
 from ppocli.config.text import pasted
 from ppocli.distributed.standard_output import put
 
@@ -71,27 +70,6 @@ def show_sweep(name: Annotated[str | None, typer.Argument(
     if unfinished and "running" not in unfinished:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
                    f"ppocli sweep resume {pasted(folder)}")
-
-
-@sweep_app.command("resume", cls=Command, context_settings=WORDS)
-def resume_sweep(sweep: Annotated[str, typer.Argument(
-                     metavar="SWEEP", help="The sweep's folder or name.")],
-                 overrides: Overrides = None, trust: opt.Trust = False) -> None:
-    """Run the unfinished jobs of a sweep in the same folders.
-
-    A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
-    Settings such as reward.timeout=60 apply to the jobs that run. A search (sweep.search) chooses
-    its further jobs as it would have.
-
-    \b
-    Examples:
-      ppocli sweep resume runs/sweep-20260131-120000
-      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
-    """
-    from ppocli.cli.sweep import go_on
-
-    output.ignore_broken_pipes()
-    go_on(sweep, overrides or [], trust)
 
 
 def _seconds(job: JobRecord) -> float | None:

@@ -1,4 +1,4 @@
-"""``ppocli train`` and ``resume``, also on a data set: words to runs."""
+"""``ppocli train``, ``resume`` and ``sweep resume``, also on a data set: words to runs."""
 
 from __future__ import annotations
 
@@ -128,6 +128,26 @@ def resume(run: opt.OneRun, overrides: Overrides = None, no_progress: NoProgress
     """
     more = [*(overrides or []), *["--accept-changes"] * accept_changes, *[TRUST] * trust]
     run_words(resume_words(run, more), plain=no_progress, dry_run=dry_run)
+
+
+def resume_sweep(sweep: Annotated[str, typer.Argument(
+                     metavar="SWEEP", help="The sweep's folder or name.")],
+                 overrides: Overrides = None, trust: opt.Trust = False) -> None:
+    """Run the unfinished jobs of a sweep in the same folders.
+
+    A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Settings such as reward.timeout=60 apply to the jobs that run. A search (sweep.search) chooses
+    its further jobs as it would have.
+
+    \b
+    Examples:
+      ppocli sweep resume runs/sweep-20260131-120000
+      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
+    """
+    from ppocli.cli.sweep import go_on
+
+    output.ignore_broken_pipes()
+    go_on(sweep, overrides or [], trust)
 
 
 def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = False) -> None:
