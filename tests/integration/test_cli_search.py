@@ -110,7 +110,7 @@ def test_values_follow_from_numbers_and_earlier_results_and_the_best_jobs_are_fo
     assert found["importance"]["kl_mean"]["epochs"] > 0.5
     assert sum(found["importance"]["kl_mean"].values()) == pytest.approx(1, abs=0.01)
     other = Search({"reward_men": "maximize"}, of.ranges)
-    with pytest.raises(ConfigError, match=r"reward_men is not among .* job 0's .*: reward_mean"):
+    with pytest.raises(ConfigError, match=r"reward_men is not among .* job 0's .*reward_mean"):
         other.study(read_sweep(tmp_path / "whole"))
 
 

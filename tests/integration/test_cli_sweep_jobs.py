@@ -188,6 +188,7 @@ def test_what_is_wrong_with_a_sweep_is_told_before_a_job(more, message, world, c
                                                    code=2).err
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_name_and_keys_of_free_mappings_need_no_plus(world, command):
     (world / "rewards.py").write_text("def scaled(outputs, by):\n"
                                       "    return [by * len(text) for text in outputs]\n")
