@@ -327,7 +327,7 @@ def assert_tidy(run_dir: Path) -> None:
 
 def resumed(run_dir: Path) -> None:
     """Go on with a run in this process, to its end."""
-    from ppocli.launch.start import Start
+    from ppocli.launch.local_ranks import Start
     from ppocli.launch.worker import run_worker
 
     run_worker(Start.of_folder(run_dir, resume=True))

@@ -11,7 +11,15 @@ from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import generate
 from ppocli.cli.options import WORDS, Command, flag, option
 from ppocli.cli.sweep_show import sweep_app
-from ppocli.cli.train import resume, reward_model, sft, train, train_help, validate
+from ppocli.cli.train import (
+    resume,
+    resume_sweep,
+    reward_model,
+    sft,
+    train,
+    train_help,
+    validate,
+)
 from ppocli.distributed.standard_output import put
 from ppocli.distributed.torch_settings import wait_passively
 from ppocli.version import __version__
@@ -85,6 +93,7 @@ app.command(cls=Command)(runs.report)
 app.command("plot", cls=Command)(results.plot_runs)
 app.command(cls=Command)(results.compare)
 app.add_typer(runs.runs_app, name="runs")
+sweep_app.command("resume", cls=Command, context_settings=WORDS)(resume_sweep)
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(about.recipes_app, name="recipes")
 app.command("serve-reward", **_HYDRA)(serve.serve_reward)

@@ -1,8 +1,8 @@
 """One job of a sweep in a separate process, whose output goes into a file.
 
-``python -m ppocli.cli.job LIFELINE RESULT WORDS...`` is ``ppocli train WORDS...``, which stops and
-saves when the pipe LIFELINE closes. It detaches itself, so that nobody who ends the tree of its
-parent's processes ends it before it has saved; its exit code comes through the pipe RESULT.
+``python -m ppocli.cli.job LIFELINE RESULT WORDS...`` is ``ppocli WORDS...``, which stops and saves
+when the pipe LIFELINE closes. It detaches itself, so that nobody who ends the tree of its
+parent's processes ends it before it has saved; the pipe RESULT closes when it has ended.
 """
 
 import os
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,15 +29,16 @@ class Process:
             os.close(self._lifeline)
             self._lifeline = None
 
-    def exit_code(self) -> int:
-        """Wait for the end; 128 + N for signal N."""
-        code = os.read(self.ended, 1)
+    def wait(self) -> None:
+        """Wait for the end."""
+        os.read(self.ended, 1)
         os.close(self.ended)
-        return code[0] if code else 128 + signal.SIGKILL
 
 
-def start(words: Sequence[str], log: Path, cwd: str, variables: Mapping[str, str]) -> Process:
-    """Start ``ppocli train`` with these words; what it prints is added to ``log``.
+def start(words: Sequence[str], log: Path | None, cwd: str, variables: Mapping[str, str]
+          ) -> Process:
+    """Start ``ppocli`` with these words; what it prints is added to ``log``. Without one, its
+    messages go to this process's.
 
     Args:
         variables: added to the environment.
@@ -46,12 +46,13 @@ def start(words: Sequence[str], log: Path, cwd: str, variables: Mapping[str, str
     lifeline, holding = os.pipe()
     ended, result = os.pipe()
     try:
-        with log.open("ab") as file:
+        with (log or Path(os.devnull)).open("ab") as file:
             subprocess.run(
                 # -P: a calendar.py of the current folder isn't Python's own
                 [sys.executable, "-P", "-m", "ppocli.cli.job", str(lifeline), str(result), *words],
-                cwd=cwd, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                pass_fds=(lifeline, result), env={**os.environ, **variables}, check=True)
+                cwd=cwd, start_new_session=True, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=None if log is None else file, pass_fds=(lifeline, result),
+                env={**os.environ, **variables}, check=True)
     except BaseException:
         os.close(holding)
         os.close(ended)
@@ -69,11 +70,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     if os.fork():
         os._exit(0)
-    if worker := os.fork():  # this process waits, so that a killed job, too, has an exit code
-        _, status = os.waitpid(worker, 0)
-        code = os.waitstatus_to_exitcode(status)
-        with suppress(OSError):  # nobody may be there any more
-            os.write(result, bytes([code if code >= 0 else 128 - code]))
+    if worker := os.fork():  # this process holds the pipe: forks of the job would keep it open
+        os.waitpid(worker, 0)
         os._exit(0)
     os.close(result)
     for number in signals[:3]:  # a plugin's worker may ignore them
@@ -83,7 +81,7 @@ def main() -> None:
     from ppocli.distributed.stop import stop_when_closed
 
     stop_when_closed(lifeline)
-    sys.argv = ["ppocli", "train", *sys.argv[3:]]
+    sys.argv = ["ppocli", *sys.argv[3:]]
     runpy.run_module("ppocli", run_name="__main__")
 
 

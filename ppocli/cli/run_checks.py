@@ -1,12 +1,11 @@
 """Checks of a run or a sweep without weights: what is wrong with it, and what it would do."""
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ppocli.cli import output
 from ppocli.config import compose, config_yaml, hydra_sweep, schema, tasks
@@ -22,12 +21,11 @@ from ppocli.launch import input_checks, open_run_folder, target_config
 from ppocli.models.loading.chat_template import decided
 from ppocli.publish.trackers import check_trackers
 from ppocli.rewards.scoring import check_reward_config, with_styles
-from ppocli.runs import model_files, run_folder
+from ppocli.runs import run_folder
 from ppocli.runs.checkpoints import find_latest, refuse_pruned
 
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,45 +142,29 @@ def _check_run(composed: compose.Composed, checked: Checked) -> None:
 
 def _check_sweep(words: Words, checked: Checked) -> None:
     """Check every job; a problem that several jobs share is added once, with their numbers."""
-    def refuse(key: str) -> NoReturn:
-        raise ConfigError(f"{key} decides the jobs while they run, so they can't be listed.",
+    plan = hydra_sweep.read_plan(words)
+    if plan.searches:
+        raise ConfigError("sweep.search decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")
-
-    for setting in words.settings:
-        if setting.key == "hydra/sweeper" and setting.value != "basic":
-            refuse(setting.key)
-    sweep_dir, name = hydra_sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
-    jobs: list[tuple[hydra_sweep.SweepJob, Checked]] = []
-
-    def run_job(job: hydra_sweep.SweepJob) -> None:
-        one = Checked()
-        jobs.append((job, one))
-        with one.collecting():
-            checked.notes += job.composed.notes
-            config = replace(job.composed.config, run_name=None)
-            count, _ = _check_config(job.composed, config, one)
-            if not one.problems:
-                one.plans.append(replace(plan_of(config, count, job.folder), job=job.number,
-                                         varied=list(job.varied)))
-
-    with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        hydra_sweep.run_sweep_jobs(
-            words.without(*(each.key for each in words.settings
-                            if each.key.startswith(("hydra/launcher", "hydra.launcher")))),
-            lambda begin: (Path(scratch, "sweep"), run_job),
-            search=lambda *_: refuse("sweep.search"))
+    folder = Path(words.value("hydra.sweep.dir") or Path(
+        plan.shared.output_dir, words.value("run_name") or "sweep-DATE-TIME"))
     shared: dict[str, tuple[PpocliError, list[int]]] = {}
-    for job, one in jobs:
+    for number, varied in enumerate(plan.grid):
+        job, one = plan.job(folder, number, varied), Checked()
+        with one.collecting():
+            composed = compose.compose(job.words)
+            checked.notes += composed.notes
+            count, _ = _check_config(composed, composed.config, one)
+            if not one.problems:
+                checked.plans.append(replace(plan_of(composed.config, count, job.folder),
+                                             job=number, varied=list(varied)))
         checked.config, checked.facts = checked.config or one.config, checked.facts or one.facts
-        folder = Path(sweep_dir or f"{one.config.output_dir if one.config else ''}/{name}")
-        checked.plans += [replace(plan, folder=str(folder / str(job.number))) for plan in one.plans]
         for problem in one.problems:
-            shared.setdefault(str(problem), (problem, []))[1].append(job.number)
+            shared.setdefault(str(problem), (problem, []))[1].append(number)
     checked.add(*(problem.reworded(what=f"job {', '.join(map(str, numbers))}: {problem.what}")
                   for problem, numbers in shared.values()))
-    if checked.config is not None:
-        checked.add(*_unwritable(Path(sweep_dir or checked.config.output_dir)))
+    checked.add(*_unwritable(folder.parent))
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -232,12 +214,6 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
     if "tracking.trackers" not in wrong:
         with checked.collecting():
             check_trackers(config.tracking)
-    if not checked.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
-        from ppocli.launch.preflight import check_models  # loads torch
-
-        model_files.quiet_transformers()
-        with checked.collecting():
-            check_models(config)
     return count, wrong
 
 
@@ -297,8 +273,11 @@ def _rows(spec: sources.Source) -> list[Any] | None:
         return []
     if _on_hub(spec.path):
         return None
-    return chat_text.take_rows(sources.open_rows(spec, []), spec, [],
+    rows = chat_text.take_rows(sources.open_rows(spec, []), spec, [],
                                most=spec.limit if spec.key == "prompts" else None)
+    if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
+        chat_text.prompt_texts(chat_text.prompt_cells(rows, spec), rows, spec, None)
+    return rows
 
 
 def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:

@@ -1,22 +1,21 @@
-"""``ppocli sweep``: show the results of a sweep, and resume it."""
+"""``ppocli sweep show``: the results of a sweep."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, Overrides, group, option
+from ppocli.cli.options import AsJson, Command, group, option
 from ppocli.config.text import pasted
 from ppocli.distributed.standard_output import put
 
 if TYPE_CHECKING:
-    from ppocli.runs import record, sweeps
+    from ppocli.runs.sweeps import JobRecord, SweepRecord
 
 sweep_app = group("Show the results of a sweep (ppocli train -m), or continue one.")
 
@@ -25,19 +24,18 @@ sweep_app = group("Show the results of a sweep (ppocli train -m), or continue on
 def show_sweep(name: Annotated[str | None, typer.Argument(
                    metavar="[SWEEP]",
                    help="A sweep's folder or name (default: the newest below runs/).")] = None,
-               sort: Literal["best", "reward", "kl", "job"] = option(
-                   "ORDER", "best (by checkpoint.metric), reward (highest first), kl (lowest "
-                   "first) or job.", default="best"),
+               sort: Literal["best", "job"] = option(
+                   "ORDER", "best (by checkpoint.metric) or job.", default="best"),
                as_json: AsJson = False) -> None:
-    """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
-    Trainings on a data set show their loss, perplexity or accuracy instead.
+    """Print the jobs of a sweep: status, reward and KL of the newest evaluation, and the swept
+    values. Trainings on a data set show their loss, perplexity or accuracy instead.
 
     For sweeps over several keys, a second table shows the mean figures of every value.
 
     \b
     Examples:
       ppocli sweep show
-      ppocli sweep show runs/sweep-20260131-120000 --sort kl
+      ppocli sweep show runs/sweep-20260131-120000 --sort job
       ppocli sweep show --json
     """
     from ppocli.runs import search
@@ -47,15 +45,19 @@ def show_sweep(name: Annotated[str | None, typer.Argument(
     if name is None:
         output.say(f"using {folder} (the newest sweep)")
     sweep = read_sweep(folder)
-    now = jobs_now(sweep)
-    labels = labels_of(job for job, _ in now)
-    jobs = [_facts(job, run) for job, run in sorted(now, key=lambda each: _rank(each[0], sort))]
-    means, results = marginal_means(jobs), search.findings(sweep) if sweep.is_search else {}
+    jobs = jobs_now(sweep)
+    results = search.findings(sweep) if sweep.search else {}
+    if results:
+        results["command"] = _command(sweep, results["best"][0]["job"]) if results["best"] else None
+    means = marginal_means(jobs)
+    if sort == "best":
+        jobs.sort(key=lambda job: math.inf if job.rank is None else job.rank)
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
-                           "grid": sweep.grid, "jobs": jobs, "marginal_means": means, **results})
+                           "jobs": list(map(_facts, jobs)), "marginal_means": means, **results})
         return
-    _print_jobs(jobs, labels, sweep.folder)
+    print_jobs(jobs)
+    labels = labels_of(jobs)
     if means:
         put()
         output.print_table([("value", "jobs", *labels), *(
@@ -64,76 +66,61 @@ def show_sweep(name: Annotated[str | None, typer.Argument(
             for row in means)], right=frozenset(range(1, 2 + len(labels))))
     if results:
         _print_findings(results)
-    statuses = [job["status"] for job in jobs]
-    over = {"finished", "running"} | ({"failed", "gone"} if sweep.is_search else set())
-    unfinished = [status for status in statuses if status not in over]
-    if unfinished and sweep.goes_on and "running" not in statuses:
+    unfinished = [job.status for job in jobs if job.status != "finished"]
+    if unfinished and "running" not in unfinished:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
                    f"ppocli sweep resume {pasted(folder)}")
 
 
-@sweep_app.command("resume", cls=Command, context_settings=WORDS)
-def resume_sweep(sweep: Annotated[str, typer.Argument(
-                     metavar="SWEEP", help="The sweep's folder or name.")],
-                 overrides: Overrides = None, trust: opt.Trust = False) -> None:
-    """Run the unfinished jobs of a sweep in the same folders.
-
-    A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
-    Settings such as reward.timeout=60 apply to the jobs that run. A search (sweep.search) chooses
-    its further jobs as it would have. Other sweepers can't be continued.
-
-    \b
-    Examples:
-      ppocli sweep resume runs/sweep-20260131-120000
-      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
-    """
-    from ppocli.cli.sweep import go_on
-
-    go_on(sweep, overrides or [], trust)
+def _seconds(job: JobRecord) -> float | None:
+    summary = None if job.run is None else job.run.summary
+    return sum(summary["seconds"].values()) if summary and summary.get("seconds") else None
 
 
-def _rank(job: sweeps.JobRecord, sort: str) -> tuple[float, int]:
-    figure = {"best": job.rank, "reward": None if job.reward_mean is None else -job.reward_mean,
-              "kl": job.kl_mean, "job": 0.0}[sort]
-    return (math.inf if figure is None else figure, job.number)
-
-
-def _facts(job: sweeps.JobRecord, run: record.RunRecord | None) -> dict[str, Any]:
-    from ppocli.runs.sweeps import changed_on_resume, varied_values
-
-    return {"job": job.number, "status": job.status, "varied": varied_values(job.varied),
-            "changed": changed_on_resume(job), "overrides": list(job.overrides),
-            "exit_code": job.exit_code,
-            "reward_mean": job.reward_mean, "kl_mean": job.kl_mean, "figures": job.shown,
+def _facts(job: JobRecord) -> dict[str, Any]:
+    run = job.run
+    return {"job": job.number, "status": job.status, "varied": job.varied, "figures": job.figures,
             "step": None if run is None else run.step,
             "total_steps": None if run is None else run.total_steps,
-            "seconds": job.seconds, "folder": job.folder or None, "error": job.error}
+            "seconds": _seconds(job), "folder": str(job.folder),
+            "error": None if run is None else (run.summary or {}).get("error")}
 
 
-def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def marginal_means(jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
     """Mean figures of the finished jobs that share one value of one swept key.
 
     Nothing for a sweep over a single key, where every job is its own value.
 
+    Args:
+        jobs: in order of their numbers.
+
     Returns:
-        ``{"key", "value", "jobs", "reward_mean", "kl_mean", "figures"}`` for each value, in order
-        of the jobs.
+        ``{"key", "value", "jobs", "figures"}`` for each value, in order of the jobs.
     """
-    in_order = sorted(jobs, key=lambda job: job["job"])
-    keys = list(dict.fromkeys(key for job in in_order for key in job["varied"]))
+    keys = list(dict.fromkeys(key for job in jobs for key in job.varied))
     if len(jobs) > 1:  # values of a search may never come twice
-        keys = [key for key in keys if len({job["varied"].get(key) for job in jobs}) < len(jobs)]
+        keys = [key for key in keys if len({job.varied.get(key) for job in jobs}) < len(jobs)]
     rows = []
-    for key, value in dict.fromkeys((key, job["varied"][key]) for key in keys for job in in_order
-                                    if key in job["varied"]):
-        finished = [job for job in jobs if job["status"] == "finished"
-                 and job["varied"].get(key) == value and key not in job.get("changed", ())]
-        rows.append({"key": key, "value": value, "jobs": len(finished), **{
-            name: _mean([job[name] for job in finished]) for name in ("reward_mean", "kl_mean")},
-                     "figures": {label: _mean([job["figures"].get(label) for job in finished])
-                                 for label in dict.fromkeys(label for job in finished
-                                                            for label in job["figures"])}})
+    for key, value in dict.fromkeys((key, job.varied[key]) for key in keys for job in jobs
+                                    if key in job.varied):
+        finished = [job for job in jobs if job.status == "finished"
+                    and job.varied.get(key) == value]
+        labels = dict.fromkeys(label for job in finished for label in job.figures)
+        rows.append({"key": key, "value": value, "jobs": len(finished), "figures": {
+            label: _mean([job.figures.get(label) for job in finished]) for label in labels}})
     return rows if len(keys) > 1 else []
+
+
+def _command(sweep: SweepRecord, number: int) -> str:
+    """The command of a single run that does what a job does."""
+    from ppocli.config.command_words import read_words
+    from ppocli.runs.sweeps import varied_values
+
+    words = read_words(sweep.words)
+    over = [each.key for each in words.settings if each.key == "run_name" or each.key.startswith(
+        ("sweep.", "hydra.", "hydra/"))]
+    words = words.without("--multirun", *over, *varied_values(sweep.jobs[number]))
+    return shlex.join(["ppocli", "train", *words.adding(*sweep.jobs[number]).argv(whole=True)])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -141,19 +128,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(present) / len(present) if present else None
 
 
-def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Path) -> None:
-    from ppocli.runs.sweeps import format_changes
+def print_jobs(jobs: Sequence[JobRecord]) -> None:
+    """Print a table of jobs on standard output."""
+    from ppocli.runs.sweeps import labels_of
 
-    values = [job["varied"] | {key: format_changes(changes)
-                               for key, changes in job["changed"].items()} for job in jobs]
-    keys = list(dict.fromkeys(key for each in values for key in each))
-    rows = [("job", "status", "step", *labels, "seconds", *keys, "folder")]
-    rows += [(str(job["job"]), job["status"],
-              "-" if job["step"] is None else f"{job['step']}/{job['total_steps']}",
-              *(output.shown_figure(job["figures"].get(label)) for label in labels),
-              f"{job['seconds']:.0f}" if job["seconds"] else "-",
-              *(each.get(key, "-") for key in keys), _place(job["folder"], sweep))
-             for job, each in zip(jobs, values, strict=True)]
+    labels = labels_of(jobs)
+    keys = list(dict.fromkeys(key for job in jobs for key in job.varied))
+    rows = [("job", "status", "step", *labels, "seconds", *keys)]
+    rows += [(str(job.number), job.status,
+              "-" if job.run is None else f"{job.run.step}/{job.run.total_steps}",
+              *(output.shown_figure(job.figures.get(label)) for label in labels),
+              "-" if (seconds := _seconds(job)) is None else f"{seconds:.0f}",
+              *(job.varied.get(key, "-") for key in keys)) for job in jobs]
     output.print_table(rows, right=frozenset(range(3, 4 + len(labels))))
 
 
@@ -173,10 +159,3 @@ def _print_findings(results: Mapping[str, Any]) -> None:
     if results["command"]:
         put()
         output.show_text(results["command"])
-
-
-def _place(folder: str | None, sweep: Path) -> str:
-    path = Path(folder or "")
-    if folder is None or not path.exists():
-        return "-"
-    return str(path.relative_to(sweep)) if path.is_relative_to(sweep) else folder

@@ -1,4 +1,4 @@
-"""``ppocli train`` and ``resume``, also on a data set: words to runs."""
+"""``ppocli train``, ``resume`` and ``sweep resume``, also on a data set: words to runs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ DryRun = Annotated[bool, typer.Option(
     "--dry-run", help="Load everything and try one small step; nothing is kept.")]
 
 
-NOT_LOOKED_AT = ("not looked at: weights, memory and servers, what the reward returns, data on the "
-                 "Hub (--dry-run of the command that trains loads everything and tries a step)")
+NOT_LOOKED_AT = ("not looked at: weights, lengths, memory and servers, what the reward returns, "
+                 "data on the Hub (--dry-run of the command that trains loads everything and "
+                 "tries a step)")
 
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
@@ -171,6 +172,25 @@ def validate(overrides: Overrides = None, as_json: opt.AsJson = False) -> None:
         raise SystemExit(exit_code)
 
 
+def resume_sweep(sweep: Annotated[str, typer.Argument(
+                     metavar="SWEEP", help="The sweep's folder or name.")],
+                 overrides: Overrides = None, trust: opt.Trust = False) -> None:
+    """Run the unfinished jobs of a sweep in the same folders.
+
+    A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
+    Settings such as reward.timeout=60 apply to the jobs that run. A search (sweep.search) chooses
+    its further jobs as it would have.
+
+    \b
+    Examples:
+      ppocli sweep resume runs/sweep-20260131-120000
+      ppocli sweep resume runs/sweep-20260131-120000 ppo.micro_batch_size=4
+    """
+    from ppocli.cli.sweep import go_on
+
+    go_on(sweep, overrides or [], trust)
+
+
 def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = False) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
 
@@ -270,11 +290,9 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)
         return
-    from ppocli.launch.external_launch import PROVIDED, placed
+    from ppocli.launch.external_launch import placed
 
-    composed = compose(words.without("--cfg"))
-    # what a launcher would provide does not matter to DeepSpeed
-    checked = check(composed, PROVIDED if launched or for_deepspeed else frozenset())
+    checked = check(compose(words.without("--cfg")))
     if launched is not None:
         checked = placed(checked, launched)
     if for_deepspeed:
@@ -288,7 +306,7 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
         return
     from ppocli.launch.launch import Caller, launch
 
-    outcome = launch(checked, Caller("own", output.display_mode(), output.say, store=store))
+    outcome = launch(checked, Caller(True, output.display_mode(), output.say, store=store))
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
             put(outcome.model_dir)
@@ -312,6 +330,6 @@ def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
                                   fix="start it without the launcher")
             _train(words, launched, store)
         elif (start := external_launch.wait_for_start(store)) is not None:
-            run_here(start, Caller("own", store=store))
+            run_here(start, Caller(True, store=store))
 
     leave_at_once(external_launch.run_together(store, launched, work))

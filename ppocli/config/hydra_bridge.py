@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -149,7 +149,6 @@ def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
     """Let compositions inside the block use the schema and the words' config folders; errors are
     raised as ConfigError."""
     dirs, store = _config_dirs.set(words.config_dirs), ConfigStore.instance()
-    outer = store.repo.pop(f"{SCHEMA}.yaml", None)  # that of the sweep whose job is composed
     try:
         with as_config_errors():
             for plugin in (RecipeSource, PpocliSearchPath):
@@ -158,14 +157,11 @@ def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
             yield
     finally:
         del store.repo[f"{SCHEMA}.yaml"]
-        if outer is not None:
-            store.repo[f"{SCHEMA}.yaml"] = outer
         _config_dirs.reset(dirs)
 
 
 def config_loader(words: Words) -> Loader:
     """Hydra's loader of config files, for use inside :func:`hydra_for`."""
-    # without Hydra's global instance: there is one already where a job of a sweep is composed
     version.setbase(VERSION)
     setup_globals()
     return Loader(create_config_search_path(_config_path(words)))
@@ -197,8 +193,8 @@ def first_job(words: Words, loader: Loader | None = None) -> Words:
     return replace(words, settings=settings).without("--multirun", "hydra.mode")
 
 
-def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config: None) -> None:
-    """Let Hydra print something, or call ``job`` for each job of a sweep, as the words say.
+def run_hydra(words: Words) -> None:
+    """Let Hydra print what the words ask for.
 
     Raises:
         ConfigError: Hydra has refused the words and printed the reason.
@@ -206,7 +202,7 @@ def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config:
     with _process_state(["ppocli train", *words.argv()]):
         try:
             hydra.main(version_base=VERSION, config_path=_config_path(words),
-                       config_name=config_name(words))(job)()
+                       config_name=config_name(words))(lambda config: None)()
         except SystemExit as leaving:
             if leaving.code not in (0, None):
                 raise ConfigError("Hydra refused the command line (see above)",

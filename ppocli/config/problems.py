@@ -94,8 +94,7 @@ def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None 
         sources: where each key's value came from ("command line", a file); a key that is not in
             it has its default.
         handed_in: the keys whose place is taken by a Python object given to ``ppocli.train()``,
-            of ``reward.fn``, ``reward.metric_fn``, ``prompts.path``, ``data.path``; or that a
-            launcher provides, of ``hardware.rdzv_endpoint``, ``run_name``.
+            of ``reward.fn``, ``reward.metric_fn``, ``prompts.path``, ``data.path``.
     """
     sources = sources or {}
     problems = range_problems(config, sources)

@@ -103,7 +103,7 @@ def rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from _optimizers(config)
     yield from _schedules(config)
     yield from _adapter(config)
-    yield from _run(config, handed_in)
+    yield from _run(config)
 
 
 def _is_off(value: Any) -> bool:
@@ -381,18 +381,8 @@ def _adapter(config: schema.TrainConfig) -> Rules:
            "reference is the policy with the adapter switched off: model.reference.kind=auto")
 
 
-def _run(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
-    name, resume, hardware = config.run_name, config.resume, config.hardware
-    nodes, date = hardware.num_nodes, config.model.chat_template_date
-    yield (nodes > 1 and hardware.rdzv_endpoint is None
-           and "hardware.rdzv_endpoint" not in handed_in,
-           "hardware.num_nodes, hardware.rdzv_endpoint",
-           f"{nodes} nodes need a place to meet: hardware.rdzv_endpoint=HOST-OF-NODE-0:29500")
-    yield (hardware.node_rank >= nodes, "hardware.node_rank, hardware.num_nodes",
-           f"node_rank {hardware.node_rank} must be below num_nodes {nodes}")
-    yield (nodes > 1 and name is None and "run_name" not in handed_in,
-           "hardware.num_nodes, run_name",
-           "all nodes write into one run folder: give it a name with run_name=NAME")
+def _run(config: schema.TrainConfig) -> Rules:
+    name, resume, date = config.run_name, config.resume, config.model.chat_template_date
     yield config.sweep != schema.SweepConfig(), "sweep", "this is said of several jobs: add -m"
     yield (name is not None and (name[:1] in ("", ".") or "/" in name), "run_name",
            f"{shown(name)} must be a plain folder name that doesn't begin with a dot; "

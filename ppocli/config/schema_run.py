@@ -90,11 +90,7 @@ class HardwareConfig:
     num_processes: int = key(1, ge=1)
     """processes on each node: one a GPU, or several on a CPU"""
     num_nodes: int = key(1, ge=1)
-    """machines that run the same command, each with its node_rank"""
-    node_rank: int = key(0, ge=0, on_resume="harmless")
-    """number of this machine, from 0"""
-    rdzv_endpoint: Optional[str] = key(None, on_resume="harmless")
-    """HOST:PORT of node 0, where the nodes meet"""
+    """machines, on each of which torchrun or srun starts the processes"""
     zero_stage: int = key(0, ge=0, le=3)
     """DeepSpeed ZeRO: 0 replicates everything, 1 shards the optimizer, 2 gradients too, 3 weights
     too"""

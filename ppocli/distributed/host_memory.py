@@ -124,9 +124,3 @@ def share_one_heap() -> None:
     completely; without glibc nothing happens."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_ARENA_MAX, 1)
-
-
-def give_back_memory() -> None:
-    """Return free heap memory to the system; without glibc nothing happens."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)

@@ -1,6 +1,6 @@
 """How this process was launched: torchrun, accelerate, DeepSpeed, srun or ppocli itself may have
-started it as one of several. Also the network interface that leads to another machine, and the
-files in which ranks that ppocli has started report to the process that started them.
+started it as one of several. Also the files in which ranks that ppocli has started report to the
+process that started them.
 
 Only this module reads the variables of launchers. Nothing heavy is imported.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,8 +19,6 @@ from pathlib import Path
 
 from ppocli.errors import ConfigError, PpocliError
 
-NODE_FAILED = ".node-failed"
-"""file in the run folder, which all nodes share, that says that a node has failed"""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # step numbers that Slurm gives to a batch script and to an interactive shell
 _NO_STEP = 0xFFFFFFF0
@@ -132,29 +129,6 @@ def _int_of(environ: Mapping[str, str], name: str, default: int | None = None) -
                           where=name, fix="start the run through torchrun, accelerate launch, "
                           f"deepspeed or srun, which set it; or unset {name} for one process")
     return int(text)
-
-
-def interface_towards(host: str) -> str | None:
-    """Name of the network interface from which this machine reaches ``host``, or is reached as
-    ``host``; None if that can't be determined (IPv6, a name that stands for 127.0.1.1).
-
-    gloo listens at the address that the machine's name stands for, which on many machines is a
-    loopback address (Debian writes ``127.0.1.1 NAME`` into /etc/hosts), where no other finds it.
-    """
-    import psutil
-
-    names = {entry.address: name for name, entries in psutil.net_if_addrs().items()
-             for entry in entries if entry.family == socket.AF_INET}
-    try:
-        addresses = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(addresses[0][4])  # chooses a route; sends nothing
-            local_address = str(probe.getsockname()[0])
-    except OSError:
-        return None
-    if local_address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-        return None
-    return names.get(local_address)
 
 
 # Reports of ranks that ppocli has started ---------------------------------------------------------

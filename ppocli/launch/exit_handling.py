@@ -19,7 +19,7 @@ from ppocli.errors import (
     RunGoneError,
     StoppedError,
 )
-from ppocli.launch.start import RunOutcome
+from ppocli.launch.local_ranks import RunOutcome
 from ppocli.publish.console import closing_table
 from ppocli.runs import atomic, checkpoints, run_folder
 from ppocli.runs.record import eval_samples

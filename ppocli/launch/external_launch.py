@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 from ppocli.config import command_words, schema, secrets
 from ppocli.distributed.launchers import Launched, RankOutcome, outcome_of
 from ppocli.errors import ConfigError
-from ppocli.launch.start import Start
+from ppocli.launch.local_ranks import Start
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
 
-# keys that a launcher provides, so that a command may leave them out
-PROVIDED = frozenset({"hardware.rdzv_endpoint", "run_name"})
 _WAIT = timedelta(seconds=schema.HardwareConfig().timeout_seconds)
 # how long ranks wait for each other at the end, in order to leave with the same exit code
 _PARTING_SECONDS = 5.0
@@ -33,8 +31,7 @@ _ACCELERATE = {
     "MIXED_PRECISION": lambda hardware: ("no", hardware.precision),
     "USE_DEEPSPEED": lambda hardware: ("true",) if hardware.zero_stage else (),
     "USE_CPU": lambda hardware: () if hardware.device == "cuda" else ("true",),
-    "USE_FSDP": lambda hardware: (), "USE_MEGATRON_LM": lambda hardware: (),
-    "DYNAMO_BACKEND": lambda hardware: ("no",)}
+    "USE_FSDP": lambda hardware: (), "DYNAMO_BACKEND": lambda hardware: ("no",)}
 """variables of ``accelerate launch`` after ACCELERATE_, with the values that fit the settings.
 Names: ``huggingface/accelerate:src/accelerate/utils/launch.py``"""
 
@@ -141,7 +138,7 @@ def placed(checked: "Checked", launched: Launched) -> "Checked":
             fix="leave it out; or start one process, and ppocli starts the ranks")
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return replace(checked, config=replace(checked.config, hardware=replace(
-        hardware, num_processes=each, num_nodes=world // each, node_rank=0, rdzv_endpoint=None,
+        hardware, num_processes=each, num_nodes=world // each,
         device="cpu" if on_cpu else hardware.device)))
 
 

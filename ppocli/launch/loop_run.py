@@ -92,8 +92,8 @@ def _checked(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObject
                                if getattr(objects, name) is not None))
     composed = compose(words)
     _check_fit(composed.config, objects)
-    checked = check(composed, external_launch.PROVIDED | {"reward.fn"} | (
-        {"prompts.path"} if objects.prompts is not None else set()))
+    checked = check(composed, frozenset({"reward.fn"} | (
+        {"prompts.path"} if objects.prompts is not None else set())))
     return checked if words.value("recipe") else replace(checked, name="loop")
 
 
@@ -104,17 +104,14 @@ def _check_fit(config: schema.TrainConfig, objects: PythonObjects) -> None:
            f"{name}: a {type(model).__name__} is no language model of transformers; give the one "
            "below a value head (.pretrained_model), or the base of an adapter, and model.peft")
           for name, model in (("model", objects.model), ("ref_model", objects.ref_model))),
-        (config.env.fn is not None, "env.fn: each sample of your own loop is one response; "
-         "ppocli.train() and ppocli train play environments"),
-        (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
-         "scores its samples itself; leave it out"),
+        (config.env.fn is not None, "env.fn: each sample of your own loop is one response"),
+        (config.ppo.dynamic_sampling is not None,
+         "ppo.dynamic_sampling: the loop chooses its samples itself"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"
-         or algorithm.corrects(config),
-         "ppo.staleness, ppo.old_logprobs, ppo.importance: the samples of your own loop don't say "
-         "which policy they come from; use ppocli train"),
+         or algorithm.corrects(config), "ppo.staleness, ppo.old_logprobs, ppo.importance: the "
+         "samples of your own loop don't say which policy they come from"),
         (config.hardware.zero_stage > 0,
-         "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP); for ZeRO, "
-         "which shards them, use ppocli train")) if broken]
+         "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP)")) if broken]
     if wrong:
         raise ConfigError("PPOTrainer can't work with this:\n  " + "\n  ".join(wrong),
-                          where="PPOTrainer", fix="change or leave out what is named")
+                          where="PPOTrainer", fix="leave out what is named, or use ppocli train")

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config import config_yaml, resume_policy, schema
 from ppocli.config.text import pasted, shown
-from ppocli.distributed.launchers import NODE_FAILED
 from ppocli.errors import CheckpointError
 from ppocli.launch.input_checks import check_inputs
-from ppocli.launch.start import Start
+from ppocli.launch.local_ranks import Start
 from ppocli.launch.target_config import allow_code
 from ppocli.runs import atomic, retention, run_folder
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ppocli.training.task import PythonObjects
 
 # a run with no other files made nothing worth keeping
-_TRACES = frozenset({config_yaml.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
+_TRACES = frozenset({config_yaml.CONFIG_FILE, run_folder.LOCK, "ppocli.log",
                      config_yaml.STARTED_FROM})
 
 
@@ -60,7 +59,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         else:
             say(f"resume=auto: there is no run in {named} yet, starting afresh")
     opened = (_resumed(run_dir, checked, config, objects, say) if run_dir is not None
-              else _made(checked.name, config, objects, say))
+              else _made(checked.name, config, objects))
     with opened as start:
         # the libraries alone take seconds to load
         say(f"{start.run_dir}: starting from {config.model.path}")
@@ -81,12 +80,9 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     # first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if checked.resume_from else "auto")
-    config_file = run_dir / config_yaml.CONFIG_FILE
-    if not config_file.is_file() and (texts := resume_policy.kept_texts(run_dir)):
-        atomic.write_atomic(config_file, texts[0])
-        say(f"{config_file} was gone; it is written again as {resume_policy.RUN_FILE} keeps it")
     if not checked.resume_from:  # else the run's own configuration is the base
-        config = resume_policy.keeping_settled(config, config_yaml.read_config(config_file))
+        config = resume_policy.keeping_settled(config, config_yaml.read_config(
+            run_dir / config_yaml.CONFIG_FILE))
     config = config_yaml.in_place(config_yaml.with_values(config, {  # resume=auto
         key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
@@ -101,21 +97,17 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
 
 
 @contextmanager
-def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
-          say: Callable[[str], None]) -> Iterator[Start]:
+def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None
+          ) -> Iterator[Start]:
     check_inputs(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     try:
-        run_dir = _fresh_folder(config, name, say)
+        run_dir = _fresh_folder(config, name)
         config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
         with run_folder.reserved(run_dir):
             try:
                 refuse_taken(run_dir, config)  # another process may have made a run here meanwhile
-                with atomic.disk_errors(run_dir):
-                    for trace in _TRACES - {run_folder.LOCK}:
-                        if os.path.lexists(run_dir / trace):
-                            atomic.remove_tree(run_dir / trace)
                 run_folder.probe_writable(run_dir)
                 for key, path in _models_in(run_dir, config):
                     with atomic.disk_errors(path):
@@ -166,7 +158,7 @@ def goes_on_with(run_dir: Path) -> bool:
         (run_dir / name).is_file() for name in (config_yaml.CONFIG_FILE, resume_policy.RUN_FILE))
 
 
-def _fresh_folder(config: schema.TrainConfig, name: str, say: Callable[[str], None]) -> Path:
+def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
     """Make the run's folder for this run alone and check that it can be written."""
     base = Path(config.output_dir)
     run_folder.probe_writable(base)
@@ -174,34 +166,12 @@ def _fresh_folder(config: schema.TrainConfig, name: str, say: Callable[[str], No
         with atomic.disk_errors(base):
             return new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     run_dir = base / config.run_name
-    if _failed_at_once(run_dir, config):
-        _set_aside(run_dir, say)
     with atomic.disk_errors(run_dir), suppress(FileExistsError):
         run_dir.mkdir()
     if not run_dir.is_dir():
         run_folder.probe_writable(run_dir)  # raises, with what the path is instead
     refuse_taken(run_dir, config)
     return run_dir
-
-
-def _failed_at_once(run_dir: Path, config: schema.TrainConfig) -> bool:
-    """Whether a folder holds a run that failed in its first step. A new run of the same name
-    renames that folder.
-
-    Not with several nodes, where the others may be reading it.
-    """
-    summary = atomic.read_json(run_folder.RunFolder(run_dir).summary) or {}
-    return bool(summary.get("status") == "failed" and summary.get("steps") == 0
-                and config.hardware.num_nodes == 1 and not run_dir.is_symlink()
-                and not run_folder.live_owner(run_dir) and not run_folder.other_host(run_dir))
-
-
-def _set_aside(run_dir: Path, say: Callable[[str], None]) -> None:
-    """Rename the folder of such a run; nothing is deleted."""
-    with run_folder.lock(run_dir), atomic.disk_errors(run_dir):
-        target = new_folder(run_dir.parent, f"{run_dir.name}-failed")
-        run_dir.rename(target)
-    say(f"{run_dir} failed in its first step; that run is kept as {target}")
 
 
 def refuse_running(run_dir: Path) -> None:
@@ -220,13 +190,13 @@ def refuse_running(run_dir: Path) -> None:
 
 def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
     """Refuse a folder for a new run if it holds something. Leftovers of a run that made nothing
-    don't count, nor does a run that failed in its first step.
+    don't count.
 
     Raises:
         CheckpointError: it holds something, or a run is running there.
     """
     refuse_running(run_dir)
-    if not _made_nothing(run_dir) and not _failed_at_once(run_dir, config):
+    if not _made_nothing(run_dir):
         go_on = ""
         if (run_dir / config_yaml.CONFIG_FILE).is_file():
             saved = retention.list_steps(run_folder.RunFolder(run_dir).checkpoints)

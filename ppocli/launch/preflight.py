@@ -1,36 +1,24 @@
-"""Checks of a run before it trains: ``ppocli validate`` checks models, tokenizers and prompts
-without weights; ``--dry-run`` makes the first step in small, of which nothing is kept.
+"""``--dry-run``: the first step in small, of which nothing is kept.
 
 Within seconds a dry run shows how a prompt is rendered, how the reward scores real responses,
 whether the reference agrees with the policy, and whether gradients are finite.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from ppocli.config import config_yaml, tasks
+from ppocli.config import config_yaml
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import clean, figure
-from ppocli.data import prompt_set, sources
 from ppocli.distributed.backend import open_backend
 from ppocli.distributed.stop import StopFlag
-from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError
-from ppocli.models.loading import model_config
-from ppocli.models.loading.language_model import fit_vocabulary
-from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
-from ppocli.models.memory import models_of
-from ppocli.models.trunk import has_encoder
+from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.ppo import policy_samples
 from ppocli.ppo.ppo_task import PPOTask
 from ppocli.ppo.rollout import Rollout
-from ppocli.ppo.session import max_prompt_tokens, refuse_short_reach
 from ppocli.sampling.samples import Samples
-from ppocli.sampling.vllm.server_process import check_python
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.state import PhaseClock, seed_generators
 from ppocli.training.task import PythonObjects, StepContext, Task, TaskSetup, build_task
@@ -39,41 +27,6 @@ SAMPLES = 2
 """how many of the first step's samples are drawn"""
 KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """nats per token by which rounding may part a policy from its copy"""
-
-
-def check_models(cfg: TrainConfig) -> None:
-    """Check the policy's configuration and tokenizer against the other settings, without weights.
-
-    Raises:
-        ConfigError, InputError, SamplerError: the first error that training would end with.
-    """
-    facts, tokenizer = model_config.read_lm(cfg.model), load_tokenizer(cfg.model)
-    task = tasks.task_name(cfg)
-    if cfg.rollout.launch:
-        check_python(cfg.rollout)
-    lm: Any = None
-    with suppress(PpocliError):  # a model of which no outline can be made may train all the same
-        lm = models_of(cfg, facts.config).lm
-    if lm is not None:
-        fit_vocabulary(tokenizer, lm, cfg.model)
-        if task != "reward_model" and lm.get_output_embeddings() is not None:
-            stop_rules(tokenizer, SimpleNamespace(  # type: ignore[arg-type]
-                lm=lm, generation_config=SimpleNamespace(eos_token_id=None)), cfg.generation)
-    if task in tasks.DATA_TASKS:
-        return
-    whole, room = has_encoder(facts), max_prompt_tokens(cfg, facts)
-    if any(path is not None and sources.names_hub_dataset(path)
-           for path in (cfg.prompts.path, cfg.prompts.eval.path)):
-        return
-    options: Any = {"seed": cfg.seed, "max_prompt_tokens": room, "whole": whole}
-    prompts = prompt_set.load_prompts(cfg.prompts, tokenizer, **options)
-    prompt_set.load_eval_prompts(cfg.prompts, tokenizer, training=prompts, items=None, **options)
-    value = cfg.model.value
-    for key, path in (("model.reference.path", cfg.model.reference.path),
-                      ("model.value.path", value.path if value.kind == "model" else None)):
-        if path is not None:
-            other = model_config.read_lm(replace(cfg.model, path=path, revision=None, peft=None))
-            refuse_short_reach(cfg, key, path, other, prompts.token_ids, pair=whole)
 
 
 def try_first_step(cfg: TrainConfig, stop: StopFlag) -> list[str]:

@@ -77,20 +77,17 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     if target.run_dir is not None and run is None:
         base = _going_on(target.run_dir, trusts)
     else:
-        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _model_words(run))]
-        if needs_reward and not typed_keys & {"reward.fn", "reward.fns", "env.fn"} and not any(
-                name.startswith("reward.fns.") for name in typed_keys):
-            raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
-                              where="--reward", fix="--reward module:function, or a built-in such "
-                              "as --reward length (arguments: reward.kwargs.NAME=VALUE)")
-        if needs_prompts and not typed_keys & {"prompts.path", "prompts.items", "prompts.eval.path",
-                                               "prompts.eval.items"}:
-            raise ConfigError(f"{target.name} is a model and brings no prompts of its own.",
-                              where="--prompts", fix="--prompts FILE (json, jsonl, csv, tsv, "
-                              "parquet or txt), a folder or a Hub data set (column: "
-                              "prompts.column=NAME)")
-        if not needs_reward:
-            base.append("reward.fn=length")
+        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _model_words(run)),
+                *["reward.fn=length"] * (not needs_reward)]
+        for needed, what, keys, fix in (
+                (needs_reward, "reward", ("reward.fn", "env.fn"), "--reward module:function, or a "
+                 "built-in such as --reward length (arguments: reward.kwargs.NAME=VALUE)"),
+                (needs_prompts, "prompts", ("prompts.path", "prompts.items", "prompts.eval.path",
+                                            "prompts.eval.items"),
+                 "--prompts FILE, a folder or a Hub data set (column: prompts.column=NAME)")):
+            if needed and not any(name.startswith(keys) for name in typed_keys):
+                raise ConfigError(f"{target.name} is a model and brings no {what} of its own.",
+                                  where=f"--{what}", fix=fix)
     config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,
                       trusts, say)
     _refuse_objects(config, target, needs_reward, needs_prompts)

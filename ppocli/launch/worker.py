@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from ppocli.config import config_yaml, deepspeed, resume_policy, schema, tasks, text
+from ppocli.config import config_yaml, deepspeed, resume_policy, schema, tasks
 from ppocli.config.import_guard import limit
 from ppocli.distributed import host_memory, launchers
 from ppocli.distributed.backend import Backend, open_ranks
 from ppocli.distributed.stop import StopFlag, catch_signals, leave_at_once, stop_when_orphaned
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.exit_handling import publish, save_on_exit
-from ppocli.launch.start import RunOutcome, Start
+from ppocli.launch.local_ranks import RunOutcome, Start
 from ppocli.models.loading.chat_template import present, tells_date
 from ppocli.publish.console import Display, open_display, open_silence
 from ppocli.publish.trackers import check_trackers, open_trackers
@@ -45,10 +45,6 @@ from ppocli.training.task import PythonObjects, Task, TaskSetup
 
 log = logging.getLogger("ppocli")
 
-_WHERE_AND_HOW = ("hardware.", "rollout.", "reward.ranks", "env.timeout", "env.retries",
-                  "env.workers")
-"""keys that say where a run computes and how it calls rewards and environments, which may differ
-when a scheduler repeats its command elsewhere"""
 _MEETING = "meeting the other ranks"
 """the phase in which a rank waits for the others to arrive"""
 
@@ -188,11 +184,6 @@ def _load(start: Start, folder: run_folder.RunFolder, objects: PythonObjects | N
     if cfg.model.chat_template_date is None and any(
             map(tells_date, (task.saved.tokenizer, *task.judging))):
         settled = config_yaml.with_values(settled, dated)
-        if start.resume:
-            log.warning("The chat template contains the date, and this run did not record the one "
-                        "that it began with: %s is used, by the first line of ppocli.log%s. "
-                        "model.chat_template_date=... sets another.", date,
-                        "" if first_start(folder.path) else ", which is gone, so the present")
     if settled != cfg:
         ranks.first_does(lambda: settle(folder.path, settled))
     return task, state, run_id
@@ -229,11 +220,7 @@ def _run_id(folder: run_folder.RunFolder) -> str:
 
 
 def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
-    """The result of a run that is complete and whose model is whole; else None.
-
-    Raises:
-        CheckpointError: settings have changed, and no step is left to train with them.
-    """
+    """The result of a run that is complete and whose model is whole; else None."""
     summary = atomic.read_json(folder.summary) or {}
     steps, target_steps = whole(summary, "steps"), tasks.steps_asked(cfg)
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
@@ -246,17 +233,7 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
         return None
-    before = resume_policy.settings_before(folder.path, accept_changes=True)
-    if changed := [f"  {key}: {text.shown(old)} -> {text.shown(new)}"
-                   for key, old, new in config_yaml.config_differences(before, cfg)
-                   if config_yaml.classify_change(key) != "harmless"
-                   and not key.startswith(_WHERE_AND_HOW)]:
-        raise CheckpointError(
-            "\n".join([f"{folder.path.name} is finished, and was not trained with:", *changed]),
-            where=str(folder.path), fix="leave them as they were, ask for more steps as well, or "
-            "start another run with them (another run_name)")
-    accept_settings(folder.path, steps)
-    log.info("already finished (%d/%d steps): %s", steps, steps, folder.model)
+    log.info("already finished (%d/%d steps), nothing was changed: %s", steps, steps, folder.model)
     return RunOutcome(folder.path, folder.model, summary)
 
 

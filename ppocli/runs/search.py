@@ -1,33 +1,28 @@
-"""``sweep.search``: optuna chooses the values of the jobs, with a journal in the sweep's folder.
+"""``sweep.search``: optuna chooses the values of the jobs.
 
-Jobs come in batches of as many as run at a time. The seed of a job's sampler is its number, and the
-sampler sees the results of all earlier batches, so the values of a job depend neither on the order
-in which jobs end nor on whether the sweep was interrupted.
+Jobs come in batches of as many as run at a time. Before each batch a study is made of the values
+and results of all earlier jobs, as ``sweep.json`` and the run folders have them, and the seed of a
+job's sampler is its number. So the values of a job depend neither on the order in which jobs end
+nor on whether the sweep was interrupted.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config import extras, keys, schema, tasks
-from ppocli.config.text import counted, finite_number
-from ppocli.errors import CheckpointError, ConfigError
-from ppocli.runs import atomic, run_folder
-from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
+from ppocli.config.text import counted
+from ppocli.errors import ConfigError
+from ppocli.runs.sweeps import SweepRecord, finished_figures, job_now, varied_values, write_sweep
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
-    from optuna.trial import Trial
 
-STUDY = "sweep"
-METRICS = "metrics"
-"""attribute of the study: the names of its metrics"""
 ENOUGH = 4
 """the importance of keys is computed from this many finished jobs on"""
 STARTUP = 5
@@ -49,113 +44,99 @@ def load_optuna() -> Any:
     return optuna
 
 
-def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
-    """The study of a sweep; made where ``directions`` are given and there is none yet."""
-    optuna = load_optuna()
-    journal = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
-    storage = optuna.storages.JournalStorage(journal)
-    try:
-        if directions is None:
-            return optuna.load_study(study_name=STUDY, storage=storage)
-        return optuna.create_study(study_name=STUDY, storage=storage, directions=list(directions),
-                                   load_if_exists=True)
-    except Exception as error:  # whatever lines that are none of its own make it raise
-        raise CheckpointError(f"the search can't be read: {type(error).__name__}: {error}",
-                              where=str(folder / JOURNAL), fix="start another sweep") from error
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The metrics of a search, with ``minimize`` or ``maximize`` for each, and its ranges."""
+
+    directions: Mapping[str, str]
+    ranges: Mapping[str, BaseDistribution]
+
+    @classmethod
+    def of(cls, config: schema.TrainConfig, swept: Mapping[str, Any]) -> Search:
+        """The search that a sweep's words ask for.
+
+        Args:
+            config: of the first job.
+            swept: the swept words in Hydra's grammar, by key.
+
+        Raises:
+            ConfigError: optuna isn't installed, an empty range, or as many metrics as directions
+                aren't there.
+        """
+        return cls(directions_of(config), {name: distribution(name, each)
+                                           for name, each in swept.items()})
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> Search:
+        """What :attr:`written` has written."""
+        read = load_optuna().distributions.json_to_distribution
+        return cls(written["directions"],
+                   {name: read(text) for name, text in written["ranges"].items()})
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The same for ``sweep.json``."""
+        write = load_optuna().distributions.distribution_to_json
+        return {"directions": dict(self.directions),
+                "ranges": {name: write(each) for name, each in self.ranges.items()}}
+
+    def study(self, sweep: SweepRecord) -> Study:
+        """A study of the sweep's jobs: those that have ended without a finite figure have failed.
+
+        Raises:
+            ConfigError: a finished job has no such figure.
+        """
+        optuna = load_optuna()
+        study = optuna.create_study(directions=list(self.directions.values()))
+        for number, varied in enumerate(sweep.jobs):
+            figures = finished_figures(job_now(sweep, number))
+            values = None if figures is None else [figures.get(name) for name in self.directions]
+            if figures is not None and (missing := self.directions.keys() - figures.keys()):
+                raise ConfigError(f"{missing.pop()} is not among the figures of job {number}'s "
+                                  f"evaluation: {', '.join(figures) or 'it has none'}.",
+                                  where="sweep.metric", fix="start another sweep, with " + (
+                                      "one of them" if figures else "an evaluation (data.val)"))
+            done = values is not None and None not in values
+            texts = varied_values(varied)
+            study.add_trial(optuna.trial.create_trial(
+                state=optuna.trial.TrialState.COMPLETE if done else optuna.trial.TrialState.FAIL,
+                values=values if done else None, distributions=dict(self.ranges),
+                params={name: _value(texts[name], each) for name, each in self.ranges.items()}))
+        return study
+
+    def batches(self, sweep: SweepRecord, plan: schema.SweepConfig, size: int
+                ) -> Iterator[tuple[SweepRecord, Sequence[int]]]:
+        """The numbers of the jobs to run next, and the sweep with them in it, which is written to
+        its folder: first those that an earlier call has begun, then new ones, ``size`` at a time.
+
+        Raises:
+            ConfigError: as :meth:`study`.
+        """
+        optuna = load_optuna()
+        yield sweep, [number for number in range(len(sweep.jobs))
+                      if job_now(sweep, number).status not in ("finished", "failed")]
+        while (count := len(sweep.jobs)) < plan.trials:
+            study, jobs = self.study(sweep), list(sweep.jobs)
+            for number in range(count, min(count + size, plan.trials)):
+                seed = (plan.seed * 1_000_003 + number) % 2**32  # the most that NumPy takes
+                study.sampler = optuna.samplers.RandomSampler(seed) if plan.search == "random" \
+                    else optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)
+                values = study.ask(fixed_distributions=dict(self.ranges)).params
+                jobs.append(tuple(f"{name}={_text(values[name], each)}"
+                                  for name, each in self.ranges.items()))
+            sweep = replace(sweep, jobs=tuple(jobs))
+            write_sweep(sweep)
+            yield sweep, range(count, len(jobs))
+        self.study(sweep)
 
 
-def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path, batch_size: int,
-               make_job: Callable[[int, tuple[str, ...]], Any],
-               run_batch: Callable[[Sequence[Any]], None], result: Callable[[int], JobRecord]
-               ) -> None:
-    """Run the remaining jobs of ``plan.trials`` in batches, and report their figures to the study.
-
-    Args:
-        ranges, make_job: see ``ppocli.config.hydra_sweep.Search``; a job is its ``SweepJob``.
-        batch_size: number of jobs that run at a time.
-        run_batch: runs jobs of consecutive numbers, and returns when all have ended.
-        result: the record of a job that has ended.
-
-    Raises:
-        ConfigError: optuna isn't installed, or the settings of the search contradict each other.
-        CheckpointError: the journal is damaged or belongs to another search.
-    """
-    optuna = load_optuna()
-    distributions = {name: distribution(name, each) for name, each in ranges.items()}
-    first = make_job(0, tuple(f"{name}={_first(each)}" for name, each in distributions.items()))
-    metrics, directions = objectives(plan, first.composed.config)
-    study = open_study(folder, directions)
-    before = study.user_attrs.get(METRICS, metrics), [each.name.lower()
-                                                      for each in study.directions]
-    if before != (metrics, directions):
-        raise ConfigError(f"this search is for {_aims(*before)}, not {_aims(metrics, directions)}",
-                          where="sweep.metric",
-                          fix="put back its metric and direction, or start another sweep")
-    study.set_user_attr(METRICS, metrics)
-    while True:
-        trials = [_begun_trial(study, frozen, distributions, folder) for frozen in
-                  study.get_trials(states=(optuna.trial.TrialState.RUNNING,))]
-        count = len(study.get_trials(deepcopy=False))
-        start = trials[0].number if trials else count
-        # after an interruption, too, a batch ends where it would have ended
-        for number in range(count, min(start - start % batch_size + batch_size, plan.trials)):
-            study.sampler = _sampler(optuna, plan, number)
-            trials.append(study.ask(fixed_distributions=distributions))
-        if not trials:
-            return
-        run_batch([make_job(trial.number, tuple(f"{name}={_shown(trial.params[name], each)}"
-                                                for name, each in distributions.items()))
-                   for trial in trials])
-        for trial in trials:
-            _tell(study, trial, result(trial.number), folder / str(trial.number), metrics)
-
-
-def _begun_trial(study: Study, frozen: Any, distributions: Mapping[str, Any], folder: Path
-                 ) -> Trial:
-    """A trial that an earlier call has begun.
-
-    Raises:
-        CheckpointError: the sweep's own words, which are signed, don't allow its values.
-    """
-    if frozen.params.keys() != distributions.keys() or not all(
-            frozen.params[name] in each.choices if hasattr(each, "choices")
-            else each.low <= frozen.params[name] <= each.high
-            for name, each in distributions.items()):
-        raise CheckpointError("the search has begun a job with values outside of its ranges.",
-                              where=str(folder / JOURNAL), fix="start another sweep")
-    return load_optuna().trial.Trial(study, frozen._trial_id)
-
-
-def _tell(study: Study, trial: Trial, record: JobRecord, folder: Path, metrics: Sequence[str]
-          ) -> None:
-    """Report the figures of the evaluation after a job's training; the trial has failed if the job
-    has, or if a figure isn't finite.
-
-    Raises:
-        ConfigError: a finished job has no such figure.
-    """
-    states = load_optuna().trial.TrialState
-    summary = atomic.read_json(run_folder.RunFolder(folder).summary) or {}
-    after = summary.get("eval_after") or {}
-    values: list[Any] = [finite_number(after.get(name)) for name in metrics]
-    missing = [name for name in metrics if name not in after]
-    if missing and record.status == "finished":
-        raise ConfigError(f"{missing[0]} is not among the figures of job {record.number}'s "
-                          f"evaluation: {', '.join(after) or 'it has none'}.",
-                          where="sweep.metric", fix="start another sweep, with " + (
-                              "one of them" if after else "an evaluation (data.val)"))
-    if None not in values and record.status == "finished":
-        study.tell(trial, values)
-    else:
-        study.tell(trial, state=states.FAIL)
-
-
-def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[list[str], list[str]]:
+def directions_of(config: schema.TrainConfig) -> dict[str, str]:
     """The metrics of a search, and their directions.
 
     Raises:
         ConfigError: the numbers of directions and metrics differ.
     """
+    plan = config.sweep
     metrics = [name.removeprefix("eval/") for name in
                keys.several(plan.metric) or [config.checkpoint.metric]]
     lower = {"kl_mean", "loss", *tasks.kind_of(config).lower_is_better}
@@ -165,11 +146,7 @@ def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[li
         raise ConfigError(f"sweep.direction: {counted(len(directions), 'direction')} for "
                           f"{counted(len(metrics), 'metric')}", where="sweep.direction",
                           fix="give one for each metric, as sweep.direction=[maximize,minimize]")
-    return metrics, directions
-
-
-def _aims(metrics: Sequence[str], directions: Sequence[str]) -> str:
-    return " and ".join(f"{name} ({way})" for name, way in zip(metrics, directions, strict=False))
+    return dict(zip(metrics, directions, strict=True))
 
 
 def distribution(name: str, override: Any) -> BaseDistribution:
@@ -199,7 +176,7 @@ def distribution(name: str, override: Any) -> BaseDistribution:
     return kind(low, high, log=log)
 
 
-def _shown(value: Any, distribution: Any) -> str:
+def _text(value: Any, distribution: Any) -> str:
     """A value as a word: a number of an interval has four digits, or as many as keep it inside."""
     if not isinstance(value, float) or hasattr(distribution, "choices"):
         return str(value)
@@ -207,17 +184,21 @@ def _shown(value: Any, distribution: Any) -> str:
                 if distribution.low <= float(text := f"{value:.{digits}g}") <= distribution.high)
 
 
-def _first(distribution: Any) -> Any:
-    return distribution.choices[0] if hasattr(distribution, "choices") else distribution.low
+def _value(text: str, distribution: Any) -> Any:
+    """The value of a word."""
+    if hasattr(distribution, "choices"):
+        return text
+    return type(distribution.low)(text)
 
 
 def findings(sweep: SweepRecord) -> dict[str, Any]:
     """The results of a search: for each metric the importance of each key (PED-ANOVA, arXiv
-    2304.10255), the Pareto-optimal jobs, best first, and the command of the first of them."""
-    optuna, study = load_optuna(), open_study(sweep.folder)
+    2304.10255), and the Pareto-optimal jobs, best first."""
+    assert sweep.search is not None
+    optuna, search = load_optuna(), Search.read(sweep.search)
+    study, metrics = search.study(sweep), list(search.directions)
     done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
-    metrics = list(study.user_attrs.get(METRICS, ()))
-    signs = [1 if each == optuna.study.StudyDirection.MINIMIZE else -1 for each in study.directions]
+    signs = [1 if each == "minimize" else -1 for each in search.directions.values()]
     importance = {}
     for place, name in enumerate(metrics if len(done) >= ENOUGH else ()):
         with warnings.catch_warnings():
@@ -226,25 +207,8 @@ def findings(sweep: SweepRecord) -> dict[str, Any]:
                 study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
                 target=lambda trial, place=place: signs[place] * trial.values[place])
         importance[name] = {key: round(share, 3) for key, share in shares.items()}
-    jobs = {job.number: job for job in sweep.jobs}
-    best = [(trial, jobs[trial.number]) for trial in study.best_trials if trial.number in jobs] \
-        if done else []
-    best.sort(key=lambda each: signs[0] * each[0].values[0])
+    best = sorted(study.best_trials if done else (), key=lambda trial: signs[0] * trial.values[0])
     return {"importance": importance, "best": [
-        {"job": job.number, "varied": list(job.varied),
-         "metrics": dict(zip(metrics, trial.values, strict=True))} for trial, job in best],
-        "command": None if not best else shlex.join(["ppocli", "train", *(
-            word for word in best[0][1].overrides
-            if not word.startswith(("resume=", "run_name="))), *_flags(sweep.words)])}
+        {"job": trial.number, "varied": list(sweep.jobs[trial.number]),
+         "metrics": dict(zip(metrics, trial.values, strict=True))} for trial in best]}
 
-
-def _flags(words: Sequence[str]) -> list[str]:
-    """The flags of a sweep, and their values, that one of its jobs needs too."""
-    return [word for word in words if word not in ("-m", "--multirun", "--") and (
-        word.startswith("-") or ("=" not in word and not word.startswith("~")))]
-
-
-def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
-    seed = (plan.seed * 1_000_003 + number) % 2**32  # the most that NumPy takes
-    return optuna.samplers.RandomSampler(seed) if plan.search == "random" else \
-        optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)

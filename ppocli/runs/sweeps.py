@@ -1,11 +1,12 @@
-"""Reading and writing a sweep's folder: its words and the results of its jobs. No torch here."""
+"""A sweep's folder: ``sweep.json`` lists the jobs, and the run folder of each says what came of it.
+No torch here."""
 
 import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,100 +14,36 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ppocli.config import config_yaml, schema, size_limited, tasks
+from ppocli.config import config_yaml, size_limited, tasks
 from ppocli.config.import_guard import TRUST
-from ppocli.config.text import did_you_mean, finite_number, printable, short_path
+from ppocli.config.text import did_you_mean, finite_number, printable, short_path, shown
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs import atomic, environment, run_folder, signature
-from ppocli.runs.record import RunRecord, is_run, read_changes, read_run, subfolders
-from ppocli.runs.target import RUNS, run_named
+from ppocli.runs.record import RunRecord, is_run, read_run
+from ppocli.runs.target import RUNS, list_runs, run_named
 
 SWEEP_FILE = "sweep.json"
-JOURNAL = "search.journal"
-"""what optuna keeps of a search, beside ``sweep.json``"""
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """The result of one job. ``varied`` are the overrides that differ between jobs; the figures are
-    those of the evaluation after training."""
-
-    number: int
-    overrides: tuple[str, ...]
-    """all its words; empty before it is started"""
-    varied: tuple[str, ...]
-    status: str
-    """``planned``, ``running``, ``finished``, ``failed``, ``stopped``"""
-    exit_code: int | None = None
-    reward_mean: float | None = None
-    kl_mean: float | None = None
-    seconds: float = 0.0
-    folder: str = ""
-    """absolute, or empty before the job has begun"""
-    error: str | None = None
-    figures: dict[str, float | None] = field(default_factory=dict)
-    """the figures that say most of what it trained, by their labels"""
-    objective: float | None = None
-    """``checkpoint.metric``, which is returned to Hydra's sweepers"""
-    lower_is_better: bool = False
-    """of the objective"""
-
-    @property
-    def shown(self) -> dict[str, float | None]:
-        """Its figures; a record of an earlier version has those of PPO alone."""
-        return self.figures or {"reward": self.reward_mean, "KL": self.kl_mean}
-
-    @property
-    def rank(self) -> float | None:
-        """Lowest for the best job."""
-        best = self.objective if self.figures else self.reward_mean
-        return best if best is None or self.lower_is_better else -best
-
-
-def figures_of(config: schema.TrainConfig, folder: Path, evaluation: Mapping[str, Any]
-               ) -> dict[str, Any]:
-    """The fields of a :class:`JobRecord` that hold figures, for a job in ``folder`` with these
-    figures of its evaluation by name."""
-    finite = {name: finite_number(value) for name, value in evaluation.items()}
-    kind = tasks.kind_of(config, environment.lower_is_better(folder))
-    metric = config.checkpoint.metric
-    named = dict(kind.evaluations)
-    if metric not in kind.names:
-        named[metric.rpartition("/")[2]] = metric
-    return {"reward_mean": finite.get("reward_mean"), "kl_mean": finite.get("kl_mean"),
-            "figures": {label: finite.get(name) for label, name in named.items()},
-            "objective": finite.get(metric), "lower_is_better": metric in kind.lower_is_better}
-
-
-def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
-    """The columns of a table of jobs: labels of what those have that were evaluated."""
-    jobs = list(jobs)
-    evaluated = [job for job in jobs if any(value is not None for value in job.shown.values())]
-    return list(dict.fromkeys(label for job in evaluated or jobs for label in job.shown))
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRecord:
-    """One sweep, read from its folder."""
+    """What a sweep's folder holds beside the runs of its jobs."""
 
     folder: Path
     words: tuple[str, ...]
     """the command line after ``train``"""
     cwd: str
     """the folder the command was given in"""
-    grid: bool
-    """whether all jobs were known beforehand"""
-    jobs: tuple[JobRecord, ...]
+    jobs: tuple[tuple[str, ...], ...]
+    """the words that differ between jobs, job by job"""
+    search: Mapping[str, Any] | None = None
+    """metrics and ranges of a search, see :class:`ppocli.runs.search.Search`"""
 
     @property
-    def is_search(self) -> bool:
-        """Whether its jobs are chosen one after another, on a journal."""
-        return (self.folder / JOURNAL).is_file()
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether it can be resumed."""
-        return self.grid or self.is_search
+    def content(self) -> dict[str, Any]:
+        """The contents of ``sweep.json``, without the signature."""
+        return {"words": list(self.words), "cwd": self.cwd, "search": self.search,
+                "jobs": [{"varied": list(varied)} for varied in self.jobs]}
 
 
 def write_sweep(sweep: SweepRecord) -> None:
@@ -115,37 +52,25 @@ def write_sweep(sweep: SweepRecord) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    words = {"words": list(sweep.words), "cwd": sweep.cwd}
-    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, run_folder.finite_or_null({
-        **words, "dir": str(sweep.folder), "grid": sweep.grid,
-        "jobs": [asdict(job) for job in sweep.jobs],
-        **signature.signed({}, SWEEP_FILE, json.dumps(words))}))
+    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, signature.signed(
+        sweep.content, SWEEP_FILE, json.dumps(sweep.content)))
 
 
-def write_job(sweep: Path, job: JobRecord) -> None:
-    """Leave the record of a job for the sweep's process, which adds it to ``sweep.json``. The job
-    runs in another process, perhaps on another machine.
+def read_sweep(folder: Path) -> SweepRecord:
+    """Read a sweep's folder.
 
     Raises:
-        DiskError: the disk is full, read-only, or refuses.
+        CheckpointError: its sweep.json is damaged.
     """
-    atomic.write_json_atomic(sweep / f"{job.number}.json",
-                             run_folder.finite_or_null(asdict(job)))
-
-
-def job_files(sweep: Path) -> list[Path]:
-    """The files of :func:`write_job`."""
-    return [path for path in sweep.glob("*.json") if path.stem.isdigit()]
-
-
-def job_records(sweep: Path) -> dict[int, JobRecord]:
-    """The records that jobs have left, by number; a damaged file is left out."""
-    records = {}
-    for path in job_files(sweep):
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            job = _job(size_limited.read_json(path), sweep, sweep)
-            records[job.number] = job
-    return records
+    path = folder / SWEEP_FILE
+    try:
+        data = size_limited.read_json(path)
+        return SweepRecord(folder.resolve(), tuple(map(str, data["words"])), str(data["cwd"]),
+                           tuple(tuple(map(str, job["varied"])) for job in data["jobs"]),
+                           data.get("search"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
+                              "a copy; the runs of its jobs are untouched") from error
 
 
 def check_own(sweep: SweepRecord, trusts: bool) -> None:
@@ -155,8 +80,8 @@ def check_own(sweep: SweepRecord, trusts: bool) -> None:
         CheckpointError: its sweep.json is not signed, and ``--trust`` was not typed.
     """
     path = sweep.folder / SWEEP_FILE
-    content = json.dumps({"words": list(sweep.words), "cwd": sweep.cwd})
-    if not trusts and not signature.is_signed(atomic.read_json(path), SWEEP_FILE, content):
+    if not trusts and not signature.is_signed(atomic.read_json(path), SWEEP_FILE,
+                                              json.dumps(sweep.content)):
         raise CheckpointError(
             f"{short_path(str(sweep.folder))} is not signed with your key, and going on with it "
             f"runs its command: {printable(shlex.join(['ppocli', 'train', *sweep.words]))}",
@@ -169,42 +94,6 @@ def is_sweep(folder: Path) -> bool:
     return os.path.isfile(folder / SWEEP_FILE)
 
 
-def read_sweep(folder: Path) -> SweepRecord:
-    """Read a sweep's folder; folders of its jobs are given where they lie now.
-
-    Raises:
-        CheckpointError: its sweep.json is damaged.
-    """
-    path, folder = folder / SWEEP_FILE, folder.resolve()
-    try:
-        data = size_limited.read_json(path)
-        home = Path(data.get("dir") or folder)
-        jobs = {job.number: job for job in (_job(each, home, folder) for each in data["jobs"])}
-        # jobs in other processes may have ended after the sweep's process was killed
-        jobs |= job_records(folder)
-        return SweepRecord(folder, tuple(str(word) for word in data["words"]),
-                           str(data.get("cwd") or ""), bool(data.get("grid")),
-                           tuple(jobs[number] for number in sorted(jobs)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
-                              "a copy; the runs of its jobs are untouched") from error
-
-
-def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
-    place = str(entry["folder"] or "")
-    if place:
-        relative = Path(os.path.relpath(place, home))
-        place = str(folder / relative if ".." not in relative.parts else Path(place))
-    words = {name: tuple(map(str, entry[name])) for name in ("overrides", "varied")}
-    numbers = {name: finite_number(entry.get(name)) for name in (
-        "reward_mean", "kl_mean", "objective")}
-    figures = {label: finite_number(value)
-               for label, value in (entry.get("figures") or {}).items()}
-    return JobRecord(**{**entry, **words, **numbers, "figures": figures, "folder": place,
-                        "number": int(entry["number"]), "status": str(entry["status"]),
-                        "seconds": finite_number(entry.get("seconds")) or 0.0})
-
-
 def find_sweep(name: str | None) -> Path:
     """The folder of a sweep: a path, a name below ``runs/``, or by default the newest there.
 
@@ -212,101 +101,83 @@ def find_sweep(name: str | None) -> Path:
         ConfigError: no name, and there is no sweep.
         CheckpointError: there is no sweep of that name.
     """
-    if name is not None:
-        path = run_named(name, is_match=is_sweep)
-        if not is_sweep(path):
-            raise CheckpointError(f"{name} is no sweep (it holds no {SWEEP_FILE}).",
-                                  where=str(path.absolute()), fix=_instead(name))
-        return path
-    sweeps = _list_sweeps()
-    if not sweeps:
-        raise ConfigError(f"There is no sweep in {RUNS} yet.", where=str(RUNS.absolute()),
-                          fix="name a sweep's folder; or make one: "
-                          "ppocli train -m +recipe=quickstart seed=1,2")
-    return sweeps[-1]
+    sweeps = sorted(list_runs(RUNS, is_sweep), key=lambda each: (each / SWEEP_FILE).stat().st_mtime)
+    if name is None:
+        if not sweeps:
+            raise ConfigError(f"There is no sweep in {RUNS} yet.", where=str(RUNS.absolute()),
+                              fix="name a sweep's folder; or make one: "
+                              "ppocli train -m +recipe=quickstart seed=1,2")
+        return sweeps[-1]
+    path = run_named(name, is_match=is_sweep)
+    if not is_sweep(path):
+        names = [text for each in sweeps for text in (str(each), each.name)]
+        raise CheckpointError(
+            f"{name} is no sweep (it holds no {SWEEP_FILE}).", where=str(path.absolute()),
+            fix=f"name a folder that ppocli train -m made{did_you_mean(name, names)}; the newest "
+            f"in {RUNS}: {', '.join(map(str, sweeps[:-9:-1])) or 'none'}")
+    return path
 
 
-def _list_sweeps() -> list[Path]:
-    """Folders of sweeps below ``runs/``, the one written to last at the end."""
-    changed = []
-    for folder in subfolders(RUNS):
-        with suppress(OSError):  # no sweep, not readable, or gone by now
-            changed.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
-    return [folder for _, folder in sorted(changed)]
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job as its run folder shows it."""
+
+    number: int
+    varied: dict[str, str]
+    """value of each swept key"""
+    folder: Path
+    status: str
+    """of its run; ``planned`` if there is none"""
+    run: RunRecord | None = None
+    figures: dict[str, float | None] = field(default_factory=dict)
+    """the figures of the newest evaluation that say most of what it trained, by their labels"""
+    rank: float | None = None
+    """``checkpoint.metric`` of that evaluation, negative where more is better: lowest for the best
+    job"""
 
 
-def _instead(name: str) -> str:
-    """A hint for somebody who named something that is no sweep."""
-    place = run_named(name)
-    if os.path.isdir(place) and is_sweep(place.parent):
-        return f"it is a job of a sweep: name {place.parent}"
-    sweeps = _list_sweeps()
-    if not sweeps:
-        return f"name a folder that ppocli train -m made; there is none in {RUNS}"
-    hint = did_you_mean(name, [text for each in sweeps for text in (str(each), each.name)])
-    return f"name one of {', '.join(map(str, sweeps[:-9:-1]))}{hint}"
+def jobs_now(sweep: SweepRecord) -> list[JobRecord]:
+    """Every job as it is now."""
+    return [job_now(sweep, number) for number in range(len(sweep.jobs))]
 
 
-def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
-    """Every job as it is now, and its run: the record, set right by what the run's folder says,
-    also where the sweep was killed before it could say, or where the job was resumed by itself with
-    other values.
-
-    The status may also be ``interrupted`` (ended without a word) or ``gone`` (finished, but its
-    folder was deleted); the figures are of the latest evaluation where the job isn't finished.
-    """
-    alive = run_folder.live_owner(sweep.folder) is not None
-    return [_job_now(job, alive) for job in sweep.jobs]
-
-
-def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | None]:
-    folder = Path(job.folder)
+def job_now(sweep: SweepRecord, number: int) -> JobRecord:
+    """One job as it is now."""
+    folder, varied = sweep.folder / str(number), varied_values(sweep.jobs[number])
     run = None
-    with suppress(CheckpointError):  # a damaged configuration: the record alone has to do
-        run = read_run(folder) if job.folder and is_run(folder) else None
-    now: dict[str, Any] = {"status": _status(job, run, sweep_alive)}
-    now["varied"] = tuple(f"{word.partition('=')[0]}={changes[-1]['after']}" if changes else word
-                          for word in job.varied
-                          for changes in [changed_on_resume(job).get(_key_of(word))])
-    if run is not None and now["status"] != "failed":
-        newest = {name.removeprefix("eval/"): points[-1][1] for name in run.names
-                  if name.startswith("eval/") and (points := run.series(name))}
-        if newest:
-            now |= figures_of(run.config, folder, newest)
-    return replace(job, **now), run
+    with suppress(CheckpointError):  # a damaged configuration
+        run = read_run(folder) if is_run(folder) else None
+    if run is None:
+        starting = run_folder.live_owner(folder) is not None
+        return JobRecord(number, varied, folder, "running" if starting else "planned")
+    settings = config_yaml.flat(run.config)  # the run may have been resumed with other values
+    varied |= {key: shown(settings[key]) for key, text in varied.items()
+               if key in settings and settings[key] != _parsed(text)}
+    figures, rank = figures_of(run)
+    return JobRecord(number, varied, folder, run.status, run, figures, rank)
 
 
-def changed_on_resume(job: JobRecord) -> dict[str, list[dict[str, Any]]]:
-    """The settings with which a job was resumed and that differ from its words, by key, as
-    :func:`~ppocli.runs.record.read_changes` returns them, without those that change no result."""
-    changes: dict[str, list[dict[str, Any]]] = {}
-    for change in read_changes(Path(job.folder)) if job.folder else ():
-        if config_yaml.classify_change(change["key"]) != "harmless":
-            changes.setdefault(change["key"], []).append(change)
-    return changes
+def figures_of(run: RunRecord) -> tuple[dict[str, float | None], float | None]:
+    """The ``figures`` and ``rank`` of a :class:`JobRecord`."""
+    newest = {name.removeprefix("eval/"): points[-1][1] for name in run.names
+              if name.startswith("eval/") and (points := run.series(name))}
+    kind = tasks.kind_of(run.config, environment.lower_is_better(run.folder.path))
+    metric = run.config.checkpoint.metric
+    named = dict(kind.evaluations)
+    if metric not in kind.names:
+        named[metric.rpartition("/")[2]] = metric
+    best = newest.get(metric)
+    return ({label: newest.get(name) for label, name in named.items()},
+            best if best is None or metric in kind.lower_is_better else -best)
 
 
-def format_changes(changes: Iterable[dict[str, Any]]) -> str:
-    """``0.001 -> 0.0005 (from step 5)`` of the changes of one key."""
-    first, *more = changes
-    return " -> ".join([first["before"], *(
-        f"{each['after']} (from step {each['step'] + 1})" for each in (first, *more))])
-
-
-def _key_of(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
-
-
-def has_values(config: schema.TrainConfig, varied: Iterable[str]) -> bool:
-    """Whether a run has the values of a job; False, too, where one is a group's, which no
-    configuration tells."""
-    values = config_yaml.flat(config)
-    return all(key in values and values[key] == _parsed(text)
-               for key, text in varied_values(varied).items())
+def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
+    """The columns of a table of jobs: labels of what was evaluated."""
+    return list(dict.fromkeys(label for job in jobs for label in job.figures))
 
 
 def _parsed(text: str) -> Any:
-    # omegaconf reads 1e-5 as a number where YAML does not; Hydra's parser is not a worker's to load
+    # omegaconf reads 1e-5 as a number where YAML does not
     try:
         read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (YAMLError, OmegaConfBaseException):
@@ -314,27 +185,15 @@ def _parsed(text: str) -> Any:
     return cast(dict[str, Any], read)["value"]
 
 
-def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
-    if run is None:
-        if job.status == "running":
-            working = sweep_alive or run_folder.live_owner(Path(job.folder)) is not None
-            return "running" if working else "interrupted"
-        return "gone" if job.status == "finished" else job.status
-    refused = job.exit_code == CheckpointError.exit_code and not has_values(run.config, job.varied)
-    if run.status == "running" or (run.status == "finished" and not refused):
-        return run.status
-    if job.status == "running" and sweep_alive:
-        return "running"  # its process is starting
-    return job.status if job.status in ("failed", "stopped") else run.status
-
-
-def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, run_folder.Owner] | None:
-    """A job whose process still runs, and that process."""
-    return next(((job, owner) for job in jobs if job.folder
-                 and (owner := run_folder.live_owner(Path(job.folder))) is not None), None)
-
-
 def varied_values(varied: Iterable[str]) -> dict[str, str]:
-    """Key -> value of the overrides that differ between jobs: ``{"seed": "1"}``."""
+    """Key -> value of the words that differ between jobs: ``{"seed": "1"}``."""
     parts = (word.lstrip("+~").partition("=") for word in varied)
     return {key: value for key, _, value in parts}
+
+
+def finished_figures(job: JobRecord) -> dict[str, float | None] | None:
+    """The figures of the evaluation after training by name; None for a job that isn't finished."""
+    if job.run is None or job.status != "finished":
+        return None
+    after = (job.run.summary or {}).get("eval_after") or {}
+    return {name: finite_number(value) for name, value in after.items()}

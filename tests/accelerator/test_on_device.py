@@ -18,7 +18,7 @@ from sessions import (
 )
 from simulated import OnDevice
 
-from ppocli.launch.start import Start
+from ppocli.launch.local_ranks import Start
 from ppocli.launch.worker import run_worker
 from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.step import to_experience

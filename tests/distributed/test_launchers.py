@@ -93,8 +93,7 @@ def test_two_tasks_of_srun_are_the_ranks_of_one_run(world):
     assert "num_processes: 2\n" in settings
     checkpoint = folder / "checkpoints/step-000001"
     assert len(list(checkpoint.glob("optimizer-*-of-00002.safetensors"))) == 2
-    folder.rename(world / "runs/tasks")
-    assert_same_as_alone(world, "tasks")
+    assert_tidy(folder)
 
 
 def test_wrong_words_are_told_once_and_end_all_tasks_alike(world):

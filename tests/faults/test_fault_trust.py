@@ -22,7 +22,7 @@ from runs import PLANTED, signed_again
 from ppocli.config import config_yaml, import_guard
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, RewardError
-from ppocli.launch.start import Start
+from ppocli.launch.local_ranks import Start
 from ppocli.launch.target_config import allow_code
 from ppocli.rewards.resolve import locate_reward
 from ppocli.runs import atomic, record, run_folder, signature, sweeps
@@ -209,11 +209,11 @@ def test_without_a_place_for_a_key_a_run_goes_on_and_says_so_once(place, here, m
 def test_a_strangers_sweep_is_a_command_line(here, app):
     swept = ("+recipe=quickstart", "reward.fn=dl/evil.py:score", "seed=1,2")
     (here / "dl").mkdir()
-    mine = sweeps.SweepRecord(here / "dl", ("-m", *swept), str(here), True, ())
+    mine = sweeps.SweepRecord(here / "dl", ("-m", *swept), str(here), (("seed=1",),))
     sweeps.write_sweep(mine)
     sweeps.check_own(mine, trusts=False)
     with pytest.raises(CheckpointError, match="not signed"):
-        sweeps.check_own(replace(mine, cwd="/"), trusts=False)
+        sweeps.check_own(replace(mine, jobs=(("reward.fn=evil.py:score",),)), trusts=False)
     told = read_json(here / "dl/sweep.json")
     (here / "dl/sweep.json").write_text(json.dumps({**told, "words": ["-m", *swept, "seed=3"]}))
     done = app("sweep", "resume", "dl", code=5)

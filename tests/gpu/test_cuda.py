@@ -19,7 +19,7 @@ from sessions import (
     small_config,
 )
 
-from ppocli.launch.start import Start
+from ppocli.launch.local_ranks import Start
 from ppocli.launch.worker import run_worker
 from ppocli.models import kernels
 from ppocli.models.head import HeadWeights, token_logprobs

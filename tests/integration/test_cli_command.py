@@ -38,7 +38,7 @@ def test_help_shows_examples_groups_and_keys(tmp_path):
     done = shell("ppocli train --help", tmp_path)
     assert done.returncode == 0
     for part in ("ppocli train +recipe=quickstart", "Config groups:", "imdb_sentiment|",
-                 "model=", "reward=", "hardware=cpu|ddp|gpu|gpu_bf16|multi_node|zero1",
+                 "model=", "reward=", "hardware=cpu|ddp|gpu|gpu_bf16|zero1",
                  "ppo.total_episodes", "--multirun", "--hydra-help"):
         assert part in done.stdout, part
 

@@ -14,6 +14,7 @@ from ppocli.config.config_yaml import read_config
 from ppocli.distributed import onednn
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.runs import sweeps
+from ppocli.runs.record import read_run
 
 pytestmark = pytest.mark.usefixtures("beside_data_runs")
 
@@ -145,15 +146,9 @@ def test_data_from_python(shared_world):
 
 
 def test_jobs_are_ranked_by_what_they_minimise(data_runs):
-    folder = data_runs / "runs/sft"
-    jobs = [sweeps.JobRecord(i, (), (), "finished", **sweeps.figures_of(
-        read_config(folder / "config.yaml"), folder, {"loss": loss, "perplexity": 2.0}))
-        for i, loss in enumerate((2.0, 1.0, None))]
-    assert [job.objective for job in jobs] == [2.0, 1.0, None]  # as Hydra's optimizers are told
-    assert sorted(jobs[:2], key=lambda job: job.rank) == [jobs[1], jobs[0]]
-    assert jobs[2].rank is None
-    assert sweeps.labels_of(jobs) == ["loss", "perplexity"]
-    accuracy = read_config(data_runs / "runs/rm/config.yaml")
-    job = sweeps.JobRecord(0, (), (), "finished", **sweeps.figures_of(accuracy, data_runs, {
-        "accuracy": 0.75}))
-    assert (job.rank, job.shown) == (-0.75, {"accuracy": 0.75, "loss": None})
+    figures, rank = sweeps.figures_of(read_run(data_runs / "runs/sft"))
+    assert list(figures) == ["loss", "perplexity"]
+    assert rank == figures["loss"] > 0
+    figures, rank = sweeps.figures_of(read_run(data_runs / "runs/rm"))
+    assert list(figures) == ["accuracy", "loss"]
+    assert rank == -figures["accuracy"]

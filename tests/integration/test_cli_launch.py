@@ -11,10 +11,10 @@ from helpers import checked, refused
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.config_yaml import read_config
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, DiskError, PpocliError, RewardError
+from ppocli.errors import CheckpointError, DiskError, RewardError
 from ppocli.launch.launch import Caller, launch
+from ppocli.launch.local_ranks import RunOutcome
 from ppocli.launch.open_run_folder import open_folder
-from ppocli.launch.start import RunOutcome
 from ppocli.runs.run_folder import lock, write_config
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}", "~reward"]
@@ -52,14 +52,6 @@ def run_folder(name: str, *words: str) -> Path:
 def test_a_bad_reward_leaves_nothing():
     with refused(RewardError, "no_such_module"):
         begin(config("output_dir=deep/er"))
-    assert os.listdir() == []
-
-
-def test_a_fresh_process_reports_its_error_and_leaves_nothing(capfd):
-    with pytest.raises(PpocliError, match="no_such_module") as error:
-        begin(config("run_name=x"), process="fresh")
-    assert (error.value.exit_code, error.value.code) == (7, RewardError.code)
-    assert capfd.readouterr().err == ""
     assert os.listdir() == []
 
 

@@ -85,12 +85,12 @@ class E:
     (["generation.stop_sequences=['<eos> .']"], 2, "<eos> is a special token"),
     (["prompts.chat=true"], 3, "chat template"),
     (["model.value.kind=model", "model.value.path=short"], 3, "short has 8 positions")])
-def test_what_shows_without_weights_is_refused(more, code, said, validate, command, world):
+def test_what_does_not_fit_the_model_is_refused_before_the_first_step(more, code, said, command,
+                                                                      world):
     (world / "env.py").write_text(ENV)
     save_lm(world / "short", n_positions=8)
-    assert said in validate(*words(*more), code=code).err
-    if "prompts.chat=true" in more:  # the same that train says
-        assert said in command(*words(*more), code=code).err
+    assert said in command(*words(*more), code=code).err
+    assert not (world / "runs").exists()
 
 
 def test_a_reward_of_ones_own_after_a_recipe_is_told_the_words_that_work(validate, world):
@@ -132,6 +132,8 @@ def test_every_job_of_a_sweep_is_checked(validate, world):
     problems = json.loads(done.out)["problems"]
     assert [problem["what"] for problem in problems] == [
         "job 0, 2: ppo.gamma: 2 must be >= 0 and <= 1", "job 2, 3: seed: x must be a whole number"]
+    assert "sweep.search decides the jobs" in validate(
+        "-m", *words("seed=1,2", "sweep.search=random"), code=2).err
     assert everything(world) == before
 
 

@@ -1,7 +1,5 @@
-"""What launchers set in the environment, as their documentation has it, and which network interface
-leads to another machine."""
+"""What launchers set in the environment, as their documentation has it."""
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,11 +14,11 @@ from ppocli.distributed.launchers import (
     RankOutcome,
     find_launch,
     first_host,
-    interface_towards,
     note_phase,
     write_outcome,
 )
 from ppocli.errors import ConfigError, RewardError
+from ppocli.launch import external_launch
 from ppocli.launch.external_launch import placed, run_together
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -103,7 +101,7 @@ def hardware(environ, *, given=(), **keys) -> HardwareConfig:
 def test_the_launcher_says_how_many():
     for environ in (TORCHRUN, DEEPSPEED, TASK):
         found = hardware(environ, num_processes=8, zero_stage=2)
-        assert (found.num_processes, found.num_nodes, found.rdzv_endpoint) == (2, 2, None)
+        assert (found.num_processes, found.num_nodes) == (2, 2)
     with pytest.raises(ConfigError, match="num_processes is 4, but torchrun has started 4"):
         hardware(TORCHRUN, given=["num_processes"], num_processes=4)
     with pytest.raises(ConfigError, match="num_nodes is 3, but srun"):
@@ -141,19 +139,12 @@ def test_what_accelerate_sets_by_itself_is_no_contradiction(monkeypatch):
     assert hardware(TORCHRUN, precision="bf16").precision == "bf16"
 
 
-def test_this_machine_alone_is_reached_through_loopback():
-    """192.0.2.0/24 is kept for documentation; choosing a route sends nothing."""
-    assert {interface_towards(host) for host in ("127.0.0.1", "127.0.0.7", "localhost")} == {"lo"}
-    name = interface_towards("192.0.2.1")
-    assert name != "lo"
-    assert name is None or name in {known for _, known in socket.if_nameindex()}
-
-
 def test_a_rank_that_lost_another_lets_that_one_report_the_cause(capsys, monkeypatch):
     from torch.distributed import HashStore
 
     store = HashStore()
     monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(external_launch, "_PARTING_SECONDS", 1.0)
 
     def fail(error: Exception) -> None:
         raise error
