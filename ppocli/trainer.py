@@ -139,9 +139,6 @@ class PPOTrainer:
 
         Returns:
             a :class:`Batch`; or tensors of token ids.
-
-        Raises:
-            ConfigError: unusable prompts or arguments.
         """
         from ppocli.ppo import caller_samples
         from ppocli.ppo.policy_samples import generate_chunks, share_of_prompts
@@ -152,10 +149,9 @@ class PPOTrainer:
         self._run.clock.mark("between")
         if length_sampler is not None:
             sampling["max_new_tokens"] = int(length_sampler())
-        generation, ends = ranks.all_do(lambda: called(session.cfg, sampling), "generate")
-        cfg, size = replace(session.cfg, generation=generation), batch_size or 0
-        spec = ranks.all_do(lambda: caller_samples.sampling_of_call(
-            session, generation, ends, batch_size), "generate")
+        generation, spec = ranks.all_do(lambda: caller_samples.sampling_of_call(
+            session, *called(session.cfg, sampling), batch_size), "generate")
+        cfg = replace(session.cfg, generation=generation)
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
             batch, num_local = share_of_prompts(session, self._num_sampled, count)
@@ -166,7 +162,7 @@ class PPOTrainer:
             batch, count = caller_samples.pad_to_equal_share(session, batch, self._num_sampled)
         with session.sampler.acting(session.policy) as policy:
             chunks = list(generate_chunks(session, self._context, policy, spec, batch, num_local,
-                                          size=size))
+                                          size=batch_size or 0))
         self._num_sampled += count
         self._run.clock.mark("rollout")
 
@@ -187,22 +183,18 @@ class PPOTrainer:
     def step(self, queries: Any, responses: Any = None, scores: Any = None,
              response_masks: Sequence[Any] | None = None) -> dict[str, Any]:
         """One PPO step: ``step(batch, scores)`` with what ``generate`` returned, or ``step(queries,
-        responses, scores)`` with texts or token ids from anywhere.
+        responses, scores)`` with texts or token ids from anywhere. Returns the step's figures by
+        the names of ``metrics.jsonl``, for ``log``.
 
-        Responses from elsewhere, and those sampled with another temperature than
-        ``generation.temperature``, get their logprobs and values by a forward pass of the policy;
-        texts are tokenised and ended by EOS. Several processes call it together, each with samples
-        of its own.
+        Responses from elsewhere, and those sampled with another temperature, get their logprobs and
+        values by a forward pass of the policy; texts are tokenised and ended by EOS. Several
+        processes call it together, each with samples of its own.
 
         Args:
             queries, responses: lists of texts, or of lists or tensors [L] or [1, L] of token ids;
                 or one tensor [L] or [B, L].
             scores: one number a sample, or a list with one for each token of its response.
-            response_masks: one truth value for each token of each response: the others are left
-                out of loss, KL, values and rewards.
-
-        Returns:
-            the step's figures by the names of ``metrics.jsonl``, for ``log``.
+            response_masks: for each token of each response whether it counts in the step.
 
         Raises:
             ConfigError: counts, ids or lengths that don't fit; more samples than are planned.
@@ -212,8 +204,7 @@ class PPOTrainer:
         from ppocli.training.loop import learn, settle
 
         self._check_open()
-        session, state = self._session, self._run.state
-        ranks, forward = session.backend.ranks, True
+        session, state, forward = self._session, self._run.state, True
         chunks: Sequence[Chunk]
         if isinstance(queries, Batch):
             if (responses is None) == (scores is None):
@@ -230,7 +221,7 @@ class PPOTrainer:
             chunks = caller_samples.chunks_of(session, self._context, queries, responses,
                                            state.episodes)
         if response_masks is not None:
-            chunks, scores = ranks.all_do(
+            chunks, scores = session.backend.ranks.all_do(
                 lambda: caller_samples.masked(chunks, response_masks, scores), "step")
         self._check_size(chunks)
         self._run.clock.mark("between")

@@ -56,9 +56,12 @@ class AdvantageInputs:
     gamma: float = 1.0
     lam: float = 1.0
     lam_value: float | None = None
-    """of the critic's targets; None: ``lam``"""
+    """of the critic's targets (decoupled GAE, VC-PPO, Yuan et al. 2025, arXiv 2503.01491); None:
+    ``lam``"""
     lam_alpha: float | None = None
-    """makes the lambda of the advantages depend on each response's length"""
+    """the advantages of a response of l tokens have lambda = max(1 - 1 / (alpha l), 0) (VAPO, Yue
+    et al. 2025, arXiv 2504.05118, eq. 7; this and ``lam_value`` as in
+    ``nemo_rl/algorithms/advantage_estimator.py`` of ``NVIDIA-NeMo/RL@00925dd``)"""
     group_std: bool = True
     """GRPO: divide by the group's standard deviation"""
     batch_std: bool = False
@@ -78,11 +81,6 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
     a sample's last token is 0, whether or not it ended by itself (truncation is terminal). With
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
     (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``).
-
-    With ``lam_value`` what the critic learns has a lambda of its own (decoupled GAE, VC-PPO, Yuan
-    et al. 2025, arXiv 2503.01491); with ``lam_alpha`` the advantages of a response of l tokens have
-    lambda = max(1 - 1 / (alpha l), 0) (VAPO, Yue et al. 2025, arXiv 2504.05118, eq. 7). Both as in
-    ``nemo_rl/algorithms/advantage_estimator.py`` of ``NVIDIA-NeMo/RL@00925dd``.
 
     Args:
         lam: of the advantages, one or [B], in place of what ``samples`` says.

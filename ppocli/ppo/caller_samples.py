@@ -288,8 +288,8 @@ def masked(chunks: Sequence[Chunk], masks: Sequence[Any], scores: Any) -> tuple[
 
 
 def sampling_of_call(session: Session, generation: GenerationConfig, ends: Sequence[int] | None,
-                     chunk: int | None) -> SamplingSpec:
-    """How one call of ``generate`` samples.
+                     chunk: int | None) -> tuple[GenerationConfig, SamplingSpec]:
+    """The settings of one call of ``generate``, and how it samples.
 
     Args:
         generation: in place of the configuration's.
@@ -302,7 +302,7 @@ def sampling_of_call(session: Session, generation: GenerationConfig, ends: Seque
     if chunk is not None and chunk < 1:
         raise ConfigError(f"batch_size is {chunk}.", where="batch_size", fix="give 1 or more")
     spec, _ = sampling_specs(generation, session.tokenizer, session.loaded)
-    return spec if ends is None else replace(spec, stop_ids=tuple(ends))
+    return generation, spec if ends is None else replace(spec, stop_ids=tuple(ends))
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

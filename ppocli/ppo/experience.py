@@ -177,11 +177,6 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
     by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
     it (trlX), penalties after both. Dense rewards are scaled and clipped entry by entry.
 
-    Penalties of responses that never ended or are too short are subtracted, as TRL's
-    ``missing_eos_penalty``, both if both apply; or, as torchtune's ``reward_penalty`` and
-    summarize-from-feedback, put in place of the score and of dense rewards, the larger one if both
-    apply.
-
     Returns:
         scores [B] for the last token, and dense rewards [B, R] or None.
     """
@@ -198,12 +193,23 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
         dense = (dense.clamp(-before, before) / std).clamp(-after, after)
         # the mean is a sample's, not a token's: it comes off once, at the end
         scores = torch.full_like(scores, -mean / std)
-    penalties = penalties_of(rollout, cfg)
+    if penalties := penalties_of(rollout, cfg):
+        return _penalised(scores, dense, penalties, replaces=reward.penalty_mode == "replace")
+    return scores.float(), dense
+
+
+def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
+               penalties: dict[str, torch.Tensor], *, replaces: bool
+               ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores and dense rewards less penalties: those of responses that never ended or are too short
+    are subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, as torchtune's
+    ``reward_penalty`` and summarize-from-feedback, put in place of the score and of dense rewards,
+    the larger one if both apply."""
     overlong = penalties.pop("overlong", None)
     if penalties:
         amounts = torch.stack(list(penalties.values()))  # [1 or 2, B], NaN where none applies
         spared = amounts.isnan().all(0)
-        if reward.penalty_mode == "replace":
+        if replaces:
             scores = torch.where(spared, scores, -amounts.nan_to_num(-math.inf).amax(0))
             dense = None if dense is None else dense * spared[:, None]
         else:

@@ -12,11 +12,29 @@ from typing import NamedTuple
 import torch
 
 SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3+")
+"""of KL(policy || reference), with ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating
+KL Divergence"): k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l, for which
+l is cut at -20 (``verl/trainer/ppo/core_algos.py@b178a3c``): exp(89) is infinite in fp32. k3+ is k3
+with the gradient of k2 (there, ``kl_penalty``).
+
+As a loss on the policy's own samples, k1 has gradient 0 on average, k2 that of
+KL(policy || reference), and k3 that of KL(reference || policy), to first order the same (arXiv
+2510.01555, 2512.21852)."""
 ROUNDING = 1e-5
 """nats by which a token's logprob may differ in fp32 between passes of other shapes"""
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
                 "seq-mean-token-sum-norm")
+"""by the names of ``verl/trainer/ppo/core_algos.py@1dda039``: ``token-mean`` divides by all
+response tokens of the update, ``token-sum`` by nothing, ``seq-mean-token-mean`` by samples and own
+length, ``seq-mean-token-sum`` by samples, ``seq-mean-token-sum-norm`` by samples and the longest
+response there can be (Dr. GRPO, arXiv 2503.20783)"""
 POLICY_LOSSES = ("clip", "gspo", "cispo", "dis")
+"""``clip`` is ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
+``-d A`` where A < 0. In the others w is the ratio without a gradient: ``gspo`` is the same with the
+response's mean log-ratio (GSPO-token, Zheng et al. 2025, arXiv 2507.18071, eq. 13); ``cispo`` is
+``-min(w, 1+c_high) A logprob`` (MiniMax 2025, arXiv 2506.13585, eq. 4, without a lower bound as
+there); ``dis`` is ``-w A logprob``, and 0 outside the clip range on either side (SAO, arXiv
+2607.07508)"""
 MAX_LOG_RATIO = 20.0
 """where the log-ratio is cut before it is exponentiated, as in
 ``verl/trainer/ppo/core_algos.py@b178a3c::compute_policy_loss_vanilla`` and
@@ -113,25 +131,9 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str
                  ) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats.
-
-    With ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating KL Divergence"):
-    k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l, for which l is cut at
-    -20 (``verl/trainer/ppo/core_algos.py@b178a3c``): exp(89) is infinite in fp32. k3+ is k3 with
-    the gradient of k2 (there, ``kl_penalty``).
-
-    As a loss on the policy's own samples, k1 has gradient 0 on average, k2 that of
-    KL(policy || reference), and k3 that of KL(reference || policy), to first order the same (arXiv
-    2510.01555, 2512.21852).
-
-    Args:
-        logprobs, ref_logprobs: equal shapes, of the sampled tokens.
-        estimator: one of :data:`SAMPLED_ESTIMATORS`. (``full`` needs the whole vocabulary and is
-            computed by the model.)
-
-    Raises:
-        ValueError: for another name.
-    """
+    """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats, by one of
+    :data:`SAMPLED_ESTIMATORS`; a ValueError for another name. (``full`` needs the whole vocabulary
+    and is computed by the model.)"""
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
         return log_ratio
@@ -181,10 +183,7 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
 
     Args:
         lengths: [B] response tokens of each sample in this part of the update.
-        aggregation: by the names of ``verl/trainer/ppo/core_algos.py@1dda039``: ``token-mean``
-            divides by all response tokens of the update, ``token-sum`` by nothing,
-            ``seq-mean-token-mean`` by samples and own length, ``seq-mean-token-sum`` by samples,
-            ``seq-mean-token-sum-norm`` by samples and ``max_tokens`` (Dr. GRPO, arXiv 2503.20783).
+        aggregation: one of :data:`AGGREGATIONS`.
         total_tokens, total_samples: of the whole update, over all micro-batches and ranks.
         max_tokens: the longest response there can be.
 
@@ -265,15 +264,8 @@ def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Ten
 def _policy_terms(logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor,
                   lengths: torch.Tensor | None, options: LossOptions
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each token's policy loss [N], and where the clip and the dual clip were what counted.
-
-    ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most ``-d A`` where
-    A < 0. ``options.policy_loss`` has others, w being the ratio without a gradient: ``gspo`` is the
-    same with the response's mean log-ratio (GSPO-token, Zheng et al. 2025, arXiv 2507.18071, eq.
-    13); ``cispo`` is ``-min(w, 1+c_high) A logprob`` (MiniMax 2025, arXiv 2506.13585, eq. 4,
-    without a lower bound as there); ``dis`` is ``-w A logprob``, and 0 outside the clip range on
-    either side (SAO, arXiv 2607.07508).
-    """
+    """Each token's policy loss [N], of :data:`POLICY_LOSSES`, and where the clip and the dual clip
+    were what counted."""
     if options.policy_loss == "gspo":
         if lengths is None:
             raise ValueError("gspo needs the lengths of the responses")

@@ -1,8 +1,6 @@
 """Phase 2 of a step: the updates that a task has planned, and how gradients are accumulated and
-applied: in one process, under DDP, or by DeepSpeed ZeRO.
-
-A loss is normalised by the tokens of all ranks, so the only scaling here is the number of ranks,
-which averaging reducers divide by.
+applied: in one process, under DDP, or by DeepSpeed ZeRO. A loss is normalised by the tokens of all
+ranks: the only scaling here is the number of ranks, which averaging reducers divide by.
 """
 
 import logging
@@ -92,11 +90,9 @@ class Trained:
         torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
         return norm
 
-    def complete(self) -> float:
-        """Make the update that was attempted, which DeepSpeed must not have refused; returns the
-        first group's rate."""
+    def complete(self) -> None:
+        """Make the update that was attempted, which DeepSpeed must not have refused."""
         self.optimizer.step()
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def close(self) -> None:
         """Tear down what would outlive the run."""
@@ -144,9 +140,8 @@ class ZeroTrained(Trained):
         self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
 
-    def complete(self) -> float:
+    def complete(self) -> None:
         """As :class:`Trained`; the step is made already."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def close(self) -> None:
         """As :class:`Trained`: an engine that is left to the interpreter's exit can abort it."""
@@ -189,12 +184,17 @@ def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> flo
     elif schedule.name == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
-        of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
-        made = get_scheduler(schedule.name, of_none, warmup, total_updates,
-                             {**ends, **schedule.kwargs})
-        shape = float(made.lr_lambdas[0](update))
+        shape = _library_shape(schedule, update, total_updates)
     return lowest + (1.0 - lowest) * shape
+
+
+def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
+    """As :func:`lr_factor`, by transformers' schedule of that name."""
+    of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
+    made = get_scheduler(schedule.name, of_none, schedule.warmup_updates, total_updates,
+                         {**ends, **schedule.kwargs})
+    return float(made.lr_lambdas[0](update))
 
 
 def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
@@ -228,7 +228,8 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         values = torch.cat([update_terms, norm.reshape(1).to(update_terms)]).tolist()
         terms = dict(zip(names, values, strict=True))
         if verdict is Verdict.STEP and (verdict := task.judge(terms)) is Verdict.STEP:
-            lr = trained.complete()
+            trained.complete()
+            lr = float(trained.optimizer.param_groups[0]["lr"])
             made.setdefault(group.part, []).append(terms)
         verdicts[verdict] += 1
         tokens += computed
@@ -296,9 +297,6 @@ def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
         the verdict, :attr:`Verdict.STEP` unless it had to be known before the last backward pass;
         the terms [len(Task.terms)] and the gradient's norm of the whole update; and the tokens
         computed on this rank.
-
-    Raises:
-        OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
     """
     passes, world = task.passes, task.backend.ranks.world
     work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
