@@ -87,7 +87,7 @@ class Judge(HttpReward):
         self._lock = threading.Lock()
         self._replies = self._kept()
 
-    def __call__(self, request: RewardRequest) -> list[float | None]:  # type: ignore[override]
+    def __call__(self, request: RewardRequest) -> list[float | None]:
         """[N] scores; the replies are logged as column ``judge``."""
         questions = [self._question(prompt, response) for prompt, response in zip(
             request.prompts, request.responses, strict=True)]

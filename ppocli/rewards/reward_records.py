@@ -220,11 +220,12 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     Raises:
         WireError: it is no JSON, or not of the form above.
     """
-    if not isinstance(fields := _json(body), dict):
+    content = _json(body)
+    if not isinstance(content, dict):
         raise WireError("the body must be a JSON object")
+    fields: dict[str, Any] = {"columns": {}, "progress": [0, 0, 0]} | content
     if unknown := sorted({*fields} - {*_LISTS, "columns", "progress"}):
         raise WireError(f"unknown key {unknown[0]!r}")
-    fields = {"columns": {}, "progress": [0, 0, 0]} | fields
     _check_list("responses", fields.get("responses"), str)
     count = len(fields["responses"])
     for name, kind in _LISTS.items():
