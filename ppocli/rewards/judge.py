@@ -121,7 +121,7 @@ class Judge(HttpReward):
         if key in self._replies:
             return self._replies[key]
         for attempt in range(self.retries + 1):
-            reply = self._asked(question, attempt)
+            reply = self._fetch_reply(question, attempt)
             if self.score_in(reply) is not None:
                 break
         with self._lock:
@@ -131,7 +131,7 @@ class Judge(HttpReward):
                 file.write(json.dumps({"key": key, "reply": reply}) + "\n")
         return reply
 
-    def _asked(self, question: str, attempt: int) -> str:
+    def _fetch_reply(self, question: str, attempt: int) -> str:
         body = {"model": self.model, "messages": [{"role": "user", "content": question}],
                 "max_tokens": self.max_tokens, "temperature": 1.0 if attempt else 0.0,
                 "seed": attempt}
