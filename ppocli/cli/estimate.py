@@ -35,8 +35,8 @@ def print_estimate(
     """Estimate the memory and disk space of a run without loading anything.
 
     Takes the settings of ppocli train; reward, prompts and length may be left out. Of the model,
-    only config.json is read, so it can be larger than this machine. What can't be estimated is
-    listed as unknown, with the reason. Exit code 8: the run doesn't fit what it was compared with.
+    only config.json is read, so it can be larger than this machine. Rewards aren't counted. Exit
+    code 8: the run doesn't fit what it was compared with.
 
     \b
     Examples:
@@ -80,7 +80,7 @@ def print_estimate(
     if as_json:
         sizes_of = ("rollout", "update", "host", "loading", "checkpoint", "model", "disk")
         print_json(title | {f"{name}_bytes": getattr(needed, name) for name in sizes_of} | {
-            "parts": [part._asdict() for part in needed.parts], "unknown": needed.unknown,
+            "parts": [part._asdict() for part in needed.parts],
             "lines": [line._asdict() for line in needed.lines], "rows": needed.rows._asdict(),
             "advice": helps, "fits": None if sizes is None else fits})
     else:
@@ -119,12 +119,12 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[in
     """Tokens of the longest prompt; what the configuration says of responses; and how the first is
     known."""
     from ppocli.config.algorithm import longest_response
-    from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.models.loading.model_config import ModelFacts, max_positions
     from ppocli.models.trunk import has_encoder
 
     if typed is not None:
         return typed, None, "as given"
-    lm = model_facts(cfg.model, config)
+    lm = ModelFacts(config)
     limit = max_positions(lm)
     # an encoder-decoder has that many on either side
     new = 0 if has_encoder(lm) else longest_response(cfg)
@@ -141,11 +141,11 @@ def _example_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[i
     is known."""
     from ppocli.config import tasks
     from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.models.loading.model_config import ModelFacts, max_positions
     from ppocli.models.loading.tokenizer import load_tokenizer
     from ppocli.supervised.supervised_task import pass_tokens, read_rows
 
-    lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
+    lm, scores = ModelFacts(config), tasks.task_name(cfg) == "reward_model"
     path, hardware = cfg.data.path, cfg.hardware
     if typed is None and path is not None and not names_hub_dataset(path):
         train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm)
@@ -163,8 +163,7 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     """Of the prompts of a run, if they and the tokenizer are on this machine."""
     from ppocli.data.prompt_set import load_eval_prompts, load_prompts
     from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading.chat_template import decided
-    from ppocli.models.loading.tokenizer import load_tokenizer
+    from ppocli.models.loading.tokenizer import decided, load_tokenizer
 
     prompts = decided(cfg, cfg.model.path, cfg.model.revision).prompts
     if (prompts.path is None and prompts.items is None) or any(
@@ -224,5 +223,3 @@ def _print(needed: Estimate, cfg: TrainConfig, title: Mapping[str, Any]) -> None
         "loaded; Python and its libraries not included")
     put(f"disk: {format_bytes(needed.checkpoint)} per checkpoint, {format_bytes(needed.model)} for "
         f"the model, {format_bytes(needed.disk)} at most")
-    for name, why in needed.unknown.items():
-        put(f"{name}: unknown, {why}")

@@ -152,7 +152,7 @@ def _configured(request: EvalRequest, scored: bool) -> tuple[Target, TrainConfig
     """
     from ppocli.config.config_yaml import with_values
     from ppocli.launch.target_config import target_config
-    from ppocli.models.loading.chat_template import decided, present
+    from ppocli.models.loading.tokenizer import decided, present
     from ppocli.runs.target import find_target
 
     target = find_target(request.run, say=say, step=request.step, best=request.best)
@@ -188,8 +188,8 @@ def _loaded(request: EvalRequest, target: Target, cfg: TrainConfig, scored: bool
     """
     from ppocli.distributed.backend import open_backend
     from ppocli.evaluation import player as players
-    from ppocli.models.loading.chat_template import stop_clock, tokenizers_of
     from ppocli.models.loading.model_config import policy_config
+    from ppocli.models.loading.tokenizer import stop_clock, tokenizers_of
 
     generation = players.changed_sampling(cfg, {})  # refused before anything is loaded
     reward = players.build_judge(cfg.reward, columns) if scored else None
@@ -401,7 +401,7 @@ class Chat:
         complain(self._sampling())
 
     def _sampling(self) -> str:
-        from ppocli.sampling.token_choice import SAMPLING_KEYS
+        from ppocli.sampling.samples import SAMPLING_KEYS
 
         shown = [f"{name}={getattr(self._generation, name)}" for name in SAMPLING_KEYS]
         return ", ".join([*shown, f"seed={self._seed}"])

@@ -14,6 +14,7 @@ GONE = {
     "sweep.launcher": "hydra/launcher=submitit_slurm runs the jobs on Slurm",
     "sweep.slurm": "with hydra/launcher=submitit_slurm, Slurm's settings are hydra.launcher.NAME",
     "sweep.prune": "a search runs each of its jobs to the end",
+    "model.arch": "the model's config.json says whether it is an encoder-decoder",
     "rollout.transfer": "vLLM servers read new weights from a folder (rollout.weights_dir)",
 }
 """dotted key or section -> its replacement, as the end of a sentence"""

@@ -30,7 +30,6 @@ from ppocli.ppo.ppo_task import PPOTask
 from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import max_prompt_tokens, refuse_short_reach
 from ppocli.sampling.samples import Samples
-from ppocli.sampling.vllm.server_process import check_python
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.state import PhaseClock, seed_generators
 from ppocli.training.task import PythonObjects, StepContext, Task, TaskSetup, build_task
@@ -49,8 +48,6 @@ def check_models(cfg: TrainConfig) -> None:
     """
     facts, tokenizer = model_config.read_lm(cfg.model), load_tokenizer(cfg.model)
     task = tasks.task_name(cfg)
-    if cfg.rollout.launch:
-        check_python(cfg.rollout)
     lm: Any = None
     with suppress(PpocliError):  # a model of which no outline can be made may train all the same
         lm = models_of(cfg, facts.config).lm

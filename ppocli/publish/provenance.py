@@ -119,9 +119,9 @@ def _agrees(recorded: Any, configured: Any) -> bool:
 
 def _digest_and_sampling(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the target's weights and the run's sampling at evaluation, as in eval.json."""
+    from ppocli.models.head import Vocabulary, set_vocabulary
     from ppocli.models.loading import language_model, load_adapters, model_config
     from ppocli.models.loading.tokenizer import load_tokenizer
-    from ppocli.models.trunk import Vocabulary, set_vocabulary
     from ppocli.training.build_models import sampling_specs
 
     policy = model_config.policy_config(config.model, target.model)
