@@ -119,15 +119,16 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  mask: torch.Tensor | None, scaling: float | None, causal: bool) -> torch.Tensor:
     """softmax(q k^T scaling + mask) v, the query heads of a group side by side."""
     rows, heads, queries, depth = query.shape
-    room = transformers_internals.room_of(key)
-    if room is not None and queries == 1:
+    room, values_room = (transformers_internals.room_of(key),
+                         transformers_internals.room_of(value))
+    if room is not None and values_room is not None and queries == 1:
         # products of a part of each head's keys would copy them first, and take longer than those
         # of all, which have the same shape for a number of tokens
         count, width = key.shape[2], room.shape[2]
         mask = (torch.arange(width) < count).view(1, 1, 1, width) if mask is None else (
             torch.nn.functional.pad(mask, (0, width - count),
                                     value=HIDDEN if mask.is_floating_point() else False))
-        key, value = room, transformers_internals.room_of(value)
+        key, value = room, values_room
     groups, keys = key.shape[1], key.shape[2]
     share = heads // groups
     flat = query.reshape(rows * groups, share * queries, depth)

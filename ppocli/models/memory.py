@@ -196,7 +196,9 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
     weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
     passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda))
     certain = max(sum(line.rollout for line in weights), sum(line.update for line in weights))
-    rollout, update, host = (sum(line[i] for line in weights + passes) for i in (1, 2, 3))
+    lines = weights + passes
+    rollout, update, host = (sum(line.rollout for line in lines),
+                             sum(line.update for line in lines), sum(line.host for line in lines))
     if not rows.accumulates and not stage:  # activations go as gradients come
         update -= min(sum(part.gradients for part in trained), sum(line.update for line in passes))
     loaded = sum(part.size for part in trained + frozen) * (1 if stage == 3 else ranks_on_host)
@@ -204,7 +206,7 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
     checkpoint = model + trained[0].state + sum(part.size + part.state for part in trained[1:]) + (
         sum(part.size for part in frozen) if cfg.model.reference.sync_every else 0)
     keeps = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
-    return Estimate((*trained, *frozen), tuple(x for x in weights + passes if any(x[1:])),
+    return Estimate((*trained, *frozen), tuple(x for x in lines if any(x[1:])),
                     rows, rollout, update,
                     ranks_on_host * (host + (0 if cuda else max(rollout, update))), loaded, certain,
                     ranks_on_host * (host + (0 if cuda else certain)), checkpoint, model,
@@ -278,7 +280,8 @@ def _reference(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
 def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Part], ranks: int, *,
                   cuda: bool) -> Iterator[Line]:
     hardware, stage = cfg.hardware, cfg.hardware.zero_stage
-    size, gradients, state = (sum(part[i] for part in trained) for i in (2, 3, 4))
+    size, gradients = sum(part.size for part in trained), sum(part.gradients for part in trained)
+    state = sum(part.state for part in trained)
     share = -(-gradients // ranks)
 
     def line(name: str, size: int, *, host: bool = False, update_only: bool = False) -> Line:

@@ -4,7 +4,7 @@ dropped when they end, others take their places."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -310,7 +310,9 @@ class DecodeState:
             arguments["position_ids"] = live.positions
         if mask is not None:
             arguments["attention_mask"] = mask.long() if mask.dim() == 2 else mask
-        with nullcontext([]) if split is None else trunk.inputs_at(split, lm) as entering:
+        taps: AbstractContextManager[list[torch.Tensor]] = (
+            nullcontext([]) if split is None else trunk.inputs_at(split, lm))
+        with taps as entering:
             hidden = self._module(**arguments).last_hidden_state[:, -1]
         if entering:
             self._keep_frozen_states(live, at, entering[-1])
