@@ -1,9 +1,8 @@
 """The private parts of transformers that ppocli uses: the registry of attention functions, the
-layers of its cache, two building blocks, and how it compiles chat templates. No other module
-touches them."""
+layers of its cache, and two building blocks. No other module touches them."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from functools import cache, partial
 from typing import Any
@@ -18,13 +17,6 @@ def conv1d() -> Any:
     from transformers.pytorch_utils import Conv1D
 
     return Conv1D
-
-
-def checkpoint_tensors(lm: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's state dict under the names and in the shapes that its checkpoints have."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(lm, dict(tensors)))
 
 
 def fuse_activations(lm: torch.nn.Module) -> None:
