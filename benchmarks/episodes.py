@@ -22,11 +22,10 @@ from tables import marks, write_between
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppocli.data.prompt_set import padded_left
-from ppocli.models.trunk import Decoding
-from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
+from ppocli.sampling.conversation import Conversation, KeptKeys
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.sampler import decode, decoded_turns
+from ppocli.sampling.samples import SamplingSpec
 
 SHAPES = {"2 layers of 64": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 600},
           "4 layers of 256": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8000},
@@ -63,7 +62,7 @@ class Work:
 
     def reread(self) -> None:
         """Each context is read anew."""
-        self._play(decoded_turns(self.decoder, self.noise, Decoding.STEPS, nullcontext))
+        self._play(decoded_turns(self.decoder, self.noise, nullcontext))
 
     def _play(self, talk: Conversation) -> None:
         contexts = [list(ids) for ids in self.contexts]

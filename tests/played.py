@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from ppocli import Step
 from ppocli.environments.env_calls import Called, Calls
-from ppocli.sampling.token_choice import ROLLOUT
+from ppocli.sampling.samples import ROLLOUT
 
 
 class Words:

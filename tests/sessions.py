@@ -24,9 +24,8 @@ from ppocli.ppo.session import Session, build_session
 from ppocli.ppo.step import collect_rollout, plan_updates, to_experience, update_of
 from ppocli.sampling import token_graph
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Generation
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.sampler import decode
+from ppocli.sampling.samples import Generation, SamplingSpec
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
 from ppocli.training.loop import initial_state
@@ -127,7 +126,6 @@ def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
     response = rollout.response_tokens[row][rollout.response_mask[row]]
     with torch.no_grad():
         logits = lm(input_ids=torch.cat([prompt, response])[None]).logits[0]
-    # virtual tokens in front of the words have logits too
     return logits[-len(response) - 1:-1].double(), response
 
 

@@ -29,10 +29,9 @@ from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.ppo.policy_samples import share_of_prompts
 from ppocli.ppo.session import Session
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.decoding import decode, load_decodable
-from ppocli.sampling.sampler import DecodeSampler, GenerationModel
-from ppocli.sampling.samples import Samples
-from ppocli.sampling.token_choice import ROLLOUT, SamplingSpec
+from ppocli.sampling.decoding import load_decodable
+from ppocli.sampling.sampler import DecodeSampler, GenerationModel, decode
+from ppocli.sampling.samples import ROLLOUT, Samples, SamplingSpec
 from ppocli.sampling.vllm.server_process import served_name
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]

@@ -132,7 +132,7 @@ ENGINE = (
            "self.mask[rows, at] = alive",
            "self.mask[rows, at] = alive & ~torch.isin(chosen, self.stops)",
            (f"{GENERATION}::test_responses_end_with_any_stop_id_and_hold_nothing_after_it",)),
-    Mutant("shortest_one_too_short", "ppocli/sampling/token_choice.py",
+    Mutant("shortest_one_too_short", "ppocli/sampling/samples.py",
            "(position < spec.min_new_tokens)", "(position + 1 < spec.min_new_tokens)",
            (f"{GENERATION}::test_an_end_may_be_chosen_once_that_many_tokens_are_there",)),
     Mutant("noise_of_the_row", "ppocli/sampling/sampler.py",
@@ -144,7 +144,7 @@ ENGINE = (
            "live.positions[:, -1:] + (~live.done)[:, None]", "live.positions[:, -1:] + 1",
            ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
             "position_that_the_model_lacks",)),
-    Mutant("waits_for_every_token", "ppocli/sampling/decoding.py",
+    Mutant("waits_for_every_token", "ppocli/sampling/decode_state.py",
            'device.type == "cpu" else CHECK_EVERY', 'device.type == "cpu" else 1',
            ("tests/unit/test_accelerator.py::"
             "test_what_runs_on_a_simulated_accelerator[test_waits.py-not slow]",)),
@@ -179,11 +179,11 @@ MORE_OF_THE_ENGINE = (
          "test_bf16_weights_move_as_their_fp32_copies_do")),
     *noticed_by(
         "unit/test_generation.py",
-        ("nucleus_too_small", "sampling/token_choice.py", "sums - probabilities >= top_p",
+        ("nucleus_too_small", "sampling/samples.py", "sums - probabilities >= top_p",
          "sums >= top_p", "test_top_p_keeps_the_smallest_set_whose_probabilities_reach_it"),
-        ("penalty_rewards_repetition", "sampling/token_choice.py",
+        ("penalty_rewards_repetition", "sampling/samples.py",
          "logits * penalty, logits / penalty", "logits / penalty, logits * penalty",
          "test_a_repetition_penalty_gives_what_transformers_generate_gives"),
-        ("least_share_is_a_difference", "sampling/token_choice.py", "+ math.log(spec.min_p)",
+        ("least_share_is_a_difference", "sampling/samples.py", "+ math.log(spec.min_p)",
          "- spec.min_p", "test_what_may_be_drawn_is_what_transformers_processors_leave")),
 )

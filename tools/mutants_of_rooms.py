@@ -150,9 +150,9 @@ MODELS = (
          "tanh_().mul_(cap)", DEFINITIONS)),
     *noticed_by(
         "unit/test_token_budget.py",
-        ("budget_ignored", "models/passes.py", "rows, tokens // max(int(lengths[order[start]]), 1)",
+        ("budget_ignored", "models/layout.py", "rows, tokens // max(int(lengths[order[start]]), 1)",
          "rows, tokens", "test_groups_hold_every_row_once_and_stay_in_the_budget"),
-        ("row_in_two_passes", "models/passes.py", "start += size", "start += max(size - 1, 1)",
+        ("row_in_two_passes", "models/layout.py", "start += size", "start += max(size - 1, 1)",
          "test_groups_hold_every_row_once_and_stay_in_the_budget")),
     *noticed_by(
         "unit/test_vocabulary.py",
@@ -182,7 +182,7 @@ DISTRIBUTED = (
          '("glooo", "Application', "test_a_rank_that_lost_another_lets_that_one_report_the_cause")),
     *noticed_by(
         "faults/test_fault_disk_and_memory.py",
-        ("rows_shrink_by_one", "distributed/oom_retry.py",
+        ("rows_shrink_by_one", "distributed/backend.py",
          "self.reduced[phase], key = rows // 2, self.keys[phase]",
          "self.reduced[phase], key = rows - 1, self.keys[phase]",
          "test_what_does_not_fit_is_made_anew_with_half_the_rows")),

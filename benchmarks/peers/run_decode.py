@@ -25,8 +25,9 @@ def ours(job: dict[str, Any], prompts: list[list[int]]) -> Callable[[], int]:
     from ppocli.distributed.onednn import choose_gemm
     from ppocli.models.kernels import packed_weights, route_linears
     from ppocli.sampling.decode_state import Decoder
-    from ppocli.sampling.decoding import decode, load_decodable
-    from ppocli.sampling.token_choice import SamplingSpec, uniform
+    from ppocli.sampling.decoding import load_decodable
+    from ppocli.sampling.sampler import decode
+    from ppocli.sampling.samples import SamplingSpec, uniform
 
     settle_freed_memory(sharded=False)
     torch.set_num_threads(THREADS)

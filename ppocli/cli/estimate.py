@@ -35,8 +35,8 @@ def print_estimate(
     """Estimate the memory and disk space of a run without loading anything.
 
     Takes the settings of ppocli train; reward, prompts and length may be left out. Of the model,
-    only config.json is read, so it can be larger than this machine. What can't be estimated is
-    listed as unknown, with the reason. Exit code 8: the run doesn't fit what it was compared with.
+    only config.json is read, so it can be larger than this machine. Rewards aren't counted. Exit
+    code 8: the run doesn't fit what it was compared with.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def print_estimate(
     if as_json:
         sizes_of = ("rollout", "update", "host", "loading", "checkpoint", "model", "disk")
         print_json(title | {f"{name}_bytes": getattr(needed, name) for name in sizes_of} | {
-            "parts": [part._asdict() for part in needed.parts], "unknown": needed.unknown,
+            "parts": [part._asdict() for part in needed.parts],
             "lines": [line._asdict() for line in needed.lines], "rows": needed.rows._asdict(),
             "advice": helps, "fits": None if sizes is None else fits})
     else:
@@ -117,10 +117,10 @@ def _longest(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, int
     and where the first is from."""
     from ppocli.config import tasks
     from ppocli.config.algorithm import longest_response, longest_rollout
-    from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.models.loading.model_config import ModelFacts, max_positions
     from ppocli.models.trunk import has_encoder
 
-    lm, task = model_facts(cfg.model, config), tasks.task_name(cfg)
+    lm, task = ModelFacts(config), tasks.task_name(cfg)
     positions, on_data = max_positions(lm) or 2**31, task in tasks.DATA_TASKS
     longest = cfg.data.max_length if on_data else (
         cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]))
@@ -178,5 +178,3 @@ def _print(needed: Estimate, cfg: TrainConfig, title: Mapping[str, Any]) -> None
         "loaded; Python and its libraries not included")
     put(f"disk: {format_bytes(needed.checkpoint)} per checkpoint, {format_bytes(needed.model)} for "
         f"the model, {format_bytes(needed.disk)} at most")
-    for name, why in needed.unknown.items():
-        put(f"{name}: unknown, {why}")

@@ -117,7 +117,7 @@ def configured(request: EvalRequest, scored: bool) -> tuple[Target, TrainConfig]
     """
     from ppocli.config.config_yaml import with_values
     from ppocli.launch.target_config import target_config
-    from ppocli.models.loading.chat_template import decided, present
+    from ppocli.models.loading.tokenizer import decided, present
     from ppocli.runs.target import find_target
 
     target = find_target(request.run, say=say, step=request.step, best=request.best)
@@ -152,8 +152,8 @@ def loaded(request: EvalRequest, target: Target, cfg: TrainConfig, scored: bool,
     """
     from ppocli.distributed.backend import open_backend
     from ppocli.evaluation import player as players
-    from ppocli.models.loading.chat_template import stop_clock, tokenizers_of
     from ppocli.models.loading.model_config import policy_config
+    from ppocli.models.loading.tokenizer import stop_clock, tokenizers_of
 
     generation = players.changed_sampling(cfg, {})  # refused before anything is loaded
     reward = players.build_judge(cfg.reward, columns) if scored else None

@@ -18,7 +18,7 @@ from ppocli.data import chat_text, sources
 from ppocli.environments.registry import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launch import input_checks, open_run_folder, target_config
-from ppocli.models.loading.chat_template import decided
+from ppocli.models.loading.tokenizer import decided
 from ppocli.publish.trackers import check_trackers
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.runs import run_folder

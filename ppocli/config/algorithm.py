@@ -9,10 +9,8 @@ from ppocli.config import extras, schema, schema_training, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 
-OUR_ENGINES = ("decode", "transformers", "vllm")
+OUR_ENGINES = ("decode", "vllm")
 """values of ``rollout.engine`` other than import paths"""
-ADAPTERS = ("lora", "prefix", "prompt")
-_PEFT_NAMES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt"}
 _TYPE_KEYS = ("type", "peft_type")
 UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
 """their state depends on a weight's whole shape, which ZeRO's flat partitions don't have"""
@@ -155,11 +153,10 @@ def longest_response(config: schema.TrainConfig) -> int:
 
 
 def adapter_kind(model: schema.ModelConfig) -> str | None:
-    """``lora``, ``prefix`` or ``prompt``; None without an adapter, or for an unknown kind."""
-    name = next((str(model.peft[key]).lower() for key in _TYPE_KEYS
-                 if model.peft and model.peft.get(key) is not None), "")
-    kind = _PEFT_NAMES.get(name, name)
-    return kind if kind in ADAPTERS else None
+    """``lora``; None without an adapter, or for an unknown kind."""
+    names = [str(model.peft[key]).lower() for key in _TYPE_KEYS
+             if model.peft and model.peft.get(key) is not None]
+    return "lora" if names[:1] == ["lora"] else None
 
 
 def adapter_settings(model: schema.ModelConfig) -> dict[str, Any]:
@@ -168,10 +165,10 @@ def adapter_settings(model: schema.ModelConfig) -> dict[str, Any]:
             if name not in (*_TYPE_KEYS, "task_type")}
 
 
-def peft_fields(kind: str) -> list[str]:
-    """Fields of PEFT's configuration that a user may set."""
-    fields_of_kind: list[str] = shipped_table("library_keys.yaml")["peft"][kind]
-    return fields_of_kind
+def peft_fields() -> list[str]:
+    """Fields of PEFT's ``LoraConfig`` that a user may set."""
+    fields: list[str] = shipped_table("library_keys.yaml")["peft"]["lora"]
+    return fields
 
 
 def reference_kind(model: schema.ModelConfig) -> str:

@@ -16,6 +16,7 @@ GONE = {
     "sweep.prune": "a search runs each of its jobs to the end",
     "hardware.node_rank": "torchrun or srun starts the processes of several machines",
     "hardware.rdzv_endpoint": "torchrun or srun starts the processes of several machines",
+    "model.arch": "the model's config.json says whether it is an encoder-decoder",
     "rollout.transfer": "vLLM servers read new weights from a folder (rollout.weights_dir)",
 }
 """dotted key or section -> its replacement, as the end of a sentence"""

@@ -291,9 +291,8 @@ def _engine(config: schema.TrainConfig) -> Rules:
                f"{cut(url, 80)} must be an address such as http://127.0.0.1:8000")
     yield (rollout.token_env is not None and not secrets.VARIABLE.fullmatch(rollout.token_env),
            "rollout.token_env", "must be the name of an environment variable (not shown)")
-    yield (config.model.quantization or algorithm.adapter_kind(config.model) in (
-        "prefix", "prompt"), "rollout.engine, model.peft.type", "servers take whole weights and "
-        "LoRA, no virtual tokens and no quantized base: use rollout.engine=decode")
+    yield (config.model.quantization, "rollout.engine, model.quantization",
+           "servers take whole weights, no quantized base: use rollout.engine=decode")
     yield (config.ppo.logprobs_from == "decode", "rollout.engine, ppo.logprobs_from",
            "servers compute no values: set ppo.logprobs_from=auto; for ratios to their logprobs "
            "there is ppo.old_logprobs=sampler")
@@ -350,21 +349,17 @@ def _adapter(config: schema.TrainConfig) -> Rules:
     yield (reference == "adapter" and not model.peft, "model.reference.kind, model.peft",
            "the reference is an adapter switched off, and there is none: give model.peft or "
            "another kind")
-    yield (model.peft and kind is None, "model.peft", "its type must be one of "
-           f"{', '.join(algorithm.ADAPTERS)}: model.peft.type=lora")
+    yield model.peft and kind is None, "model.peft", "its type must be lora: model.peft.type=lora"
     if kind is None:
         return
     for key, library in (("model.quantization", "bitsandbytes"), ("model.peft", "peft")):
         yield (attrgetter(key)(config) and not extras.installed(library), key,
                f"needs {library}: {extras.pip_line(library)}")
-    settings, accepted = algorithm.adapter_settings(model), algorithm.peft_fields(kind)
+    settings, accepted = algorithm.adapter_settings(model), algorithm.peft_fields()
     for name in settings:
         yield (name not in accepted, f"model.peft.{name}", "unknown key, or filled in by ppocli: "
                f"PEFT's {kind} takes {', '.join(accepted[:3])}, ..."
                + did_you_mean(name, accepted))
-    yield (kind != "lora" and settings.get("num_virtual_tokens") is None,
-           "model.peft.num_virtual_tokens",
-           "missing; it must be given: model.peft.num_virtual_tokens=16")
     initial = settings.get("init_lora_weights", True)
     yield (initial not in (True, False, "gaussian", "orthogonal"), "model.peft.init_lora_weights",
            f"{initial} must be true, false, gaussian or orthogonal: others change the base")
@@ -372,9 +367,6 @@ def _adapter(config: schema.TrainConfig) -> Rules:
            "model.peft.bias, model.reference.kind",
            "biases of the base would train, and the adapter switched off would not be the starting "
            "policy any more: leave bias out or set model.reference.kind=copy")
-    yield (kind == "prefix" and model.gradient_checkpointing,
-           "model.peft, model.gradient_checkpointing", "prefix tuning puts its tokens into the "
-           "cache, which gradient checkpointing doesn't use: leave gradient_checkpointing out")
     yield (model.value.kind == "branch", "model.value.kind, model.peft", "a branch would copy and "
            "train layers of the frozen base: set model.value.kind=head or =model")
     yield (reference == "shared", "model.reference.kind, model.peft", "with an adapter the "

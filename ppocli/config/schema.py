@@ -78,9 +78,6 @@ class ModelConfig:
     model.peft, and is merged without it"""
     revision: Optional[str] = key(None, on_resume="refused")
     """branch, tag or commit of a Hub model"""
-    arch: str = key("auto", choices=("auto", "causal", "seq2seq"), on_resume="refused")
-    """a 'causal' model that continues the prompt, or an encoder-decoder ('seq2seq') that answers it
-    (auto: what the model's files say)"""
     tokenizer_path: Optional[str] = key(None, on_resume="refused", holds="path")
     """tokenizer folder or Hub name (default: model.path)"""
     chat_template: Optional[str] = key(None, on_resume="refused", holds="path")
@@ -96,7 +93,7 @@ class ModelConfig:
     """storage type of what never trains: the reference and, with model.peft, the policy's base
     (default: hardware.precision)"""
     peft: Optional[dict[str, Any]] = key({})
-    """train an adapter on a frozen base: type (lora, prefix, prompt) and fields of that config of
+    """train an adapter on a frozen base: type (lora) and fields of that config of
     PEFT"""
     quantization: Optional[str] = key(None, choices=("8bit", "4bit"))
     """hold the frozen base under model.peft in 8 or 4 bits (bitsandbytes, needs CUDA)"""

@@ -14,8 +14,8 @@ TRACKERS = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "clearml")
 class RolloutConfig:
     engine: str = key("decode", holds="code")
     """where samples come from: our 'decode' loop (transformers' for models that it can't step),
-    always 'transformers', servers of 'vllm', or the import path of a sampler of your own, which is
-    called with a SamplerSetup"""
+    servers of 'vllm', or the import path of a sampler of your own, which is called with a
+    SamplerSetup"""
     kwargs: dict[str, Any] = key({}, holds="arguments")
     """further arguments of a sampler of your own"""
     urls: list[str] = key([])

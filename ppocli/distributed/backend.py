@@ -1,25 +1,31 @@
-"""Devices, precision and other processes, through accelerate; and copies between host and device
-that make the host wait as little as possible."""
+"""Devices, precision and other processes, through accelerate; copies between host and device that
+make the host wait as little as possible; and how many rows a pass takes at once: as configured,
+until memory runs out."""
 
+import gc
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.distributed import deepspeed_internals, launchers
-from ppocli.distributed.onednn import TORCH, choose_gemm, warn_of_slow_bf16
-from ppocli.distributed.ranks import Ranks
+from ppocli.config.text import counted, format_memory
+from ppocli.distributed import deepspeed_internals, host_memory, launchers
+from ppocli.distributed.onednn import TORCH, choose_gemm
+from ppocli.distributed.ranks import Ranks, is_out_of_memory
 from ppocli.distributed.torch_settings import settle_threads
-from ppocli.errors import ConfigError
+from ppocli.errors import ConfigError, OutOfMemoryError
 from ppocli.runs.environment import PRODUCTS, THREADS, Arithmetic, arithmetic_of, cpu_model
 
 T = TypeVar("T")
+log = logging.getLogger("ppocli")
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
 """how its variables begin"""
 
@@ -135,8 +141,6 @@ def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[b
                           fix="set hardware.precision=fp32")
     threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     settle_threads(hardware.num_threads, recorded.threads)
-    if hardware.precision == "bf16" and not use_cuda:
-        warn_of_slow_bf16()
     # cuDNN builds a graph for every shape, and every decoded token has a new one
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -200,7 +204,7 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool, timeout: timedelta) -> Any:
                            kwargs_handlers=[group, ddp])
     if not use_cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    deepspeed_internals.probe()
+    deepspeed_internals.silence_deprecations()
     if not use_cuda:
         deepspeed_internals.skip_compiled_kernel()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -242,4 +246,116 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
     others."""
-    return [*(one.to("cpu", non_blocking=True) for one in tensors[:-1]), tensors[-1].cpu()]
+    copies = []
+    for one in tensors[:-1]:
+        copies.append(one.to("cpu", non_blocking=True))
+    return [*copies, tensors[-1].cpu()]
+
+
+# Out of memory ------------------------------------------------------------------------------------
+#
+# A pass that doesn't fit is repeated with half the rows. Results don't depend on it, up to
+# rounding: random numbers of a sample are a function of its place in the run, and an update's
+# gradient is summed over its micro-batches.
+
+@dataclass(slots=True)
+class PassRows:
+    """The most rows that fit into one pass, by phase, where the configured number was too much.
+
+    The same on all ranks. It only shrinks. A resumed run starts from the configured number again,
+    since it may run where there is more memory.
+    """
+
+    backend: Backend
+    keys: Mapping[str, str]
+    """phase -> the key that decides how many rows one of its passes has"""
+    reduced: dict[str, int] = field(default_factory=dict)
+    shorter: str = "generation.max_new_tokens, prompts.max_length"
+    """keys that limit the tokens of a sample"""
+
+    def limit(self, phase: str, configured: int) -> int:
+        """Rows of a pass that is configured to have ``configured``."""
+        return min(configured, self.reduced.get(phase, configured))
+
+    def figures(self) -> dict[str, float]:
+        """For the row of a step: ``memory/rows/PHASE`` where memory has run out."""
+        rows: dict[str, float] = {}
+        for phase, count in self.reduced.items():
+            rows[f"memory/rows/{phase.replace(' ', '_')}"] = float(count)
+        return rows
+
+    def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
+              in_step: bool = False) -> T:
+        """Run ``work``, and again with half the rows on all ranks whenever memory runs out on one
+        of them; return its result. All ranks call it in step.
+
+        Args:
+            phase: of :attr:`keys`; ``work`` takes its number of rows from :meth:`limit`.
+            configured: rows of a pass as the configuration has it, the same on all ranks.
+            tokens: of the longest sample, for the message.
+            in_step: whether passes gather weights from all ranks, and so can't be repeated.
+
+        Raises:
+            OutOfMemoryError: one row is too much; or as :meth:`once`.
+            PpocliError: what ``work`` raised on some rank, on all ranks.
+        """
+        while True:
+            rows, text = self.limit(phase, configured), ""
+            try:
+                return self.backend.ranks.all_do(
+                    partial(self.once, phase, rows, tokens, work) if in_step else work,
+                    f"{phase} of {counted(rows, 'row')} at once")
+            except OutOfMemoryError as error:
+                if error.alone:
+                    raise
+                text = error.what
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            # out of the handler, or the exception would keep the tensors of the pass
+            self.shrink(phase, rows, tokens, text)
+
+    def shrink(self, phase: str, rows: int, tokens: int, text: str = "") -> None:
+        """Halve the rows from now on, after a pass of ``rows`` ran out of memory.
+
+        Raises:
+            OutOfMemoryError: it was one row.
+        """
+        text = text or f"{phase} of {counted(rows, 'row')} at once: out of memory"
+        if rows == 1:
+            raise self._too_much(text, tokens)
+        self.reduced[phase], key = rows // 2, self.keys[phase]
+        log.warning("%s; going on with %d (%s=%d starts so)", text, rows // 2, key, rows // 2)
+        gc.collect()
+        if self.backend.device.type != "cpu":
+            torch.get_device_module(self.backend.device).empty_cache()
+
+    def once(self, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
+        """Run ``work``, whose passes all ranks make together, and return its result. A rank that
+        runs out of memory leaves the others inside a pass, so that all ranks have to start again.
+
+        Raises:
+            OutOfMemoryError: on this rank alone, with the setting to restart with.
+        """
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        if rows == 1:
+            raise self._too_much("out of memory with 1 row a pass", tokens, alone=True)
+        key = self.keys[phase]
+        raise OutOfMemoryError(f"out of memory with {rows} rows a pass", where=key, alone=True,
+                               retry={key: rows // 2})
+
+    def _too_much(self, text: str, tokens: int, *, alone: bool = False) -> OutOfMemoryError:
+        """The error for a pass that can't be made smaller, with sizes."""
+        left = host_memory.host_room() if self.backend.device.type == "cpu" else None
+        free = "" if left is None else (
+            f", and {format_memory(left)} of the machine's memory are free")
+        return OutOfMemoryError(
+            f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; this "
+            f"process held up to {self.backend.peak_memory_mib():.0f} MiB{free}", alone=alone,
+            where=f"{self.shorter}, model.path",
+            fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
+            "(hardware=zero3); ppocli estimate tells what each takes")

@@ -10,27 +10,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ppocli.runs.environment import check_parts
-
-_PARTS = (
-    "deepspeed:zero.GatheredParameters", "deepspeed:zero.Init", "deepspeed.ops:__compatible_ops__",
-    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE",
-    *(f"deepspeed.utils:{name}" for name in (
-        "safe_set_full_fp32_param", "safe_set_full_optimizer_state", "safe_set_local_fp32_param",
-        "safe_set_local_optimizer_state", "safe_get_full_optimizer_state",
-        "lazy_init_hp_params_optimizer_state")))
 _USER = -1
 """our number among the modules that use a parameter; DeepSpeed's own start at 0"""
 
 
-def probe() -> None:
-    """Check that the installed DeepSpeed has these parts, and silence its deprecated calls.
-
-    Raises:
-        ConfigError: one is missing.
-    """
-    check_parts("deepspeed", _PARTS)
-    # DeepSpeed calls torch by deprecated names, dozens of times in each step
+def silence_deprecations() -> None:
+    """DeepSpeed calls torch by deprecated names, dozens of times in each step."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 

@@ -1,5 +1,5 @@
-"""Matrix products by oneDNN on the CPU: whether this torch provides them exactly, on which
-processors linear layers use them, and whether bf16 is faster than fp32.
+"""Matrix products by oneDNN on the CPU: whether this torch provides them exactly, and on which
+processors linear layers use them.
 
 In fp32 torch hands matrix products to the BLAS it was built with (MKL in the usual wheels), which
 falls behind on some processors: it uses AVX-512 on Intel's alone. oneDNN, in the same wheel, is as
@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from time import process_time
 from typing import cast
 
 import torch
@@ -37,12 +36,6 @@ CACHED = 64
 thousand"""
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """of oneDNN, and of what torch has around it"""
-BF16_SHAPE = (64, 768, 768)
-"""the product that bf16 and fp32 are compared on: bf16 without instructions is slow at once"""
-SLOW = 1.5
-"""time of a product in bf16 relative to fp32 from which on a warning is printed"""
-TRIES = 5
-"""of each product, the first of which only warms up"""
 ROWS_HINT = 64
 """rows that a packed weight is laid out for; it serves any number"""
 
@@ -132,29 +125,3 @@ def has_amx() -> bool:
     """Whether the processor multiplies tiles of bf16 numbers (Intel's AMX), as torch says."""
     ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return ask is not None and bool(ask())
-
-
-def warn_of_slow_bf16() -> None:
-    """Say so where a run in bf16 would take longer than one in fp32."""
-    if (gain := bf16_gain()) < 1 / SLOW:
-        log.warning("hardware.precision=bf16: products take %.1f times as long as in fp32 on this "
-                    "processor: hardware.precision=fp32 is faster.", 1 / gain)
-
-
-@cache
-def bf16_gain() -> float:
-    """Speed of torch's products on this CPU in bf16 relative to fp32, measured now. It is only
-    reported, and never decides how a run computes."""
-    rows, inputs, outputs = BF16_SHAPE
-    x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-    return _seconds(x, weight) / _seconds(x.bfloat16(), weight.bfloat16())
-
-
-def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Processor seconds of a product, the best of a few tries after one that warms up."""
-    times = []
-    for _ in range(5):
-        start = process_time()
-        torch.nn.functional.linear(x, weight)
-        times.append(process_time() - start)
-    return max(min(times[1:]), 1e-9)

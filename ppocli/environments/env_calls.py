@@ -24,7 +24,7 @@ from ppocli.errors import InputError, RewardError
 from ppocli.rewards.calls import STOPS, torch_modes_kept
 from ppocli.runs.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.runs.episode import Step
-from ppocli.sampling.token_choice import ROLLOUT, USER
+from ppocli.sampling.samples import ROLLOUT, USER
 
 log = logging.getLogger("ppocli")
 

@@ -28,12 +28,11 @@ from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.prompting import (
     BATCH,
     Answer,
-    Servers,
     answer_prompts,
     check_lengths,
     prompt_ids,
 )
-from ppocli.sampling.token_choice import SAMPLING_KEYS
+from ppocli.sampling.samples import SAMPLING_KEYS
 from ppocli.training.build_models import ENGINES, sampling_specs
 
 log = logging.getLogger("ppocli")
@@ -51,7 +50,7 @@ class Player:
     tokenizer: Any
     loaded: LoadedLM
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    servers: Servers | None = None
+    servers: Any = None
     """what samples in place of our own loop; see :func:`served`"""
     records: bool = False
     """as of :class:`~ppocli.sampling.decode_state.Decoder`"""

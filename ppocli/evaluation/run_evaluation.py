@@ -24,9 +24,8 @@ from ppocli.evaluation import eval_request as files
 from ppocli.evaluation import player, statistics
 from ppocli.evaluation.eval_request import EvalRequest, Row, base_target
 from ppocli.models.loading import model_config
-from ppocli.models.loading.chat_template import present, tells_date, tokenizers_of
 from ppocli.models.loading.load_adapters import tensors_digest
-from ppocli.models.loading.tokenizer import load_tokenizer
+from ppocli.models.loading.tokenizer import load_tokenizer, present, tells_date, tokenizers_of
 from ppocli.ppo.policy_samples import evaluate_chunks, evaluation_size
 from ppocli.ppo.session import EvalSession, build_eval_session
 from ppocli.publish import pictures

@@ -14,7 +14,7 @@ from ppocli.config.user_code import CodeSetting, Kind, refuse_absent
 from ppocli.data import chat_text, sources
 from ppocli.environments.registry import ENVIRONMENT, TOOL
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.loading.chat_template import read_template
+from ppocli.models.loading.tokenizer import read_template
 from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS
 from ppocli.runs import checkpoints, environment, hub, model_files
 

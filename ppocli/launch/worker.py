@@ -27,7 +27,7 @@ from ppocli.distributed.stop import StopFlag, catch_signals, leave_at_once, stop
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.exit_handling import publish, save_on_exit
 from ppocli.launch.local_ranks import RunOutcome, Start
-from ppocli.models.loading.chat_template import present, tells_date
+from ppocli.models.loading.tokenizer import present, tells_date
 from ppocli.publish.console import Display, open_display, open_silence
 from ppocli.publish.trackers import check_trackers, open_trackers
 from ppocli.runs import atomic, environment, model_files, retention, run_folder

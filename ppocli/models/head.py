@@ -7,14 +7,98 @@ and turned into their gradient in place; those of more are computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ppocli.distributed.backend import to_device
+from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.models.kernels import Product, product_of
-from ppocli.models.trunk import ABSENT, state_scale, vocabulary_of
+from ppocli.models.trunk import state_scale
 
+ABSENT = -1e15
+"""the logit of an id without a token: its probability is 0 in fp32, and unlike with -inf no figure
+that is made of it becomes NaN"""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids that a model may sample, out of the rows of its output embedding: of the 152064 of
+    Qwen2.5-7B 151665 have tokens. The policy is the distribution over these alone."""
+
+    rows: int
+    size: int
+    """the highest id with a token, and 1"""
+    gaps: tuple[int, ...] = ()
+    """lower ids without a token"""
+
+    @staticmethod
+    def of(tokenizer: Any, lm: Any) -> Vocabulary:
+        """The tokenizer's ids in a language model."""
+        ids = set(tokenizer.get_vocab().values())
+        rows = output_rows(lm)
+        size = min(max(ids, default=rows - 1) + 1, rows)
+        unnamed = set(range(size)) - ids - set(tokenizer.all_special_ids) if ids else set[int]()
+        gaps = []
+        for i in sorted(unnamed):
+            token = None  # of several ids with one token, such as fairseq's fillers, some list one
+            with suppress(Exception):  # the tokenizer's own code, asked for an id that it lacks
+                token = tokenizer.convert_ids_to_tokens(i)
+            if token in (None, "", tokenizer.unk_token):
+                gaps.append(i)
+        return Vocabulary(rows, size, tuple(gaps))
+
+    @property
+    def absent(self) -> list[int]:
+        """All ids without a token."""
+        return [*self.gaps, *range(self.size, self.rows)]
+
+    @cached_property
+    def _gaps(self) -> torch.Tensor:
+        return torch.tensor(self.gaps, dtype=torch.long)
+
+    def gaps_on(self, device: torch.device) -> torch.Tensor | None:
+        """[n] the gaps on a device; None without any."""
+        return to_device(self._gaps, device) if self.gaps else None
+
+    def lacks(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which ids on the CPU have no token: bool, of the same shape."""
+        out = (ids < 0) | (ids >= self.size)
+        return out | torch.isin(ids, self._gaps) if self.gaps else out
+
+    def cut(self, logits: torch.Tensor, gaps: torch.Tensor | None) -> torch.Tensor:
+        """Logits [..., size] of [..., rows]: without the spare rows, the gaps at ``ABSENT``.
+
+        Args:
+            gaps: of :meth:`gaps_on`, where the logits are.
+        """
+        logits = logits[..., :self.size]
+        return logits if gaps is None else logits.float().index_fill(-1, gaps, ABSENT)
+
+
+def output_rows(lm: Any) -> int:
+    """Rows of a language model's output embedding, on all ranks together."""
+    return whole_shape(lm.get_output_embeddings().weight)[0]
+
+
+def vocabulary_of(lm: Any) -> Vocabulary:
+    """The ids that a model may sample; all, where :func:`set_vocabulary` hasn't been called."""
+    vocabulary: Vocabulary | None = getattr(lm, "ppocli_vocabulary", None)
+    return vocabulary or Vocabulary(rows := output_rows(lm), rows)
+
+
+def set_vocabulary(lm: Any, vocabulary: Vocabulary) -> None:
+    """Make a model sample and score these ids alone from now on, as far as it has rows for them."""
+    rows = output_rows(lm)
+    lm.ppocli_vocabulary = Vocabulary(rows, min(vocabulary.size, rows),
+                                      tuple(i for i in vocabulary.gaps if i < rows))
+
+
+# Its products -------------------------------------------------------------------------------------
 
 class LogitMap(NamedTuple):
     """What a model makes of its output embedding's products: it scales them, or bounds them."""

@@ -29,6 +29,8 @@ SHORT = {torch.float32: 128, torch.bfloat16: 256}
 """most keys for which plain products are taken on a CPU"""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 """most difference of packed and padded states, in standard deviations"""
+HIDDEN = torch.finfo(torch.bfloat16).min
+"""added to the scores of keys that a query must not see: finite, also where autocast rounds it"""
 _BEYOND = ("position_bias", "cache", "softcap", "s_aux")
 """arguments that only transformers' own functions understand"""
 
@@ -49,12 +51,15 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     packing = getattr(attention_mask, layout.PACKING, None)
     if hasattr(attention_mask, layout.PACKING):
         attention_mask = None
-    plain = not dropout and not any(kwargs.get(name) is not None for name in _BEYOND)
+    plain = not dropout
+    for name in _BEYOND:
+        plain = plain and kwargs.get(name) is None
     if packing is not None:
-        out = _over_packed(query, key, value, packing, scaling) if plain else None
-        if out is not None:
+        if plain and query.device.type == "cuda" and (
+                out := _over_packed(query, key, value, packing, scaling)) is not None:
             return out, None
-        query, key, value = (layout.to_grid(heads, packing) for heads in (query, key, value))
+        query, key = layout.to_grid(query, packing), layout.to_grid(key, packing)
+        value = layout.to_grid(value, packing)
     if plain and _is_short(query, key, attention_mask):
         if (causal := kwargs.get("is_causal")) is None:
             causal = getattr(module, "is_causal", True)
@@ -68,11 +73,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
 
 def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  packing: layout.Packing, scaling: float | None) -> torch.Tensor | None:
-    """Attention over packed rows as they lie there, [1, H, N, D] to [1, N, H, D]; None where there
-    is no kernel for them."""
-    kind, depth = query.device.type, query.shape[-1]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if (kind != "cuda" or dtype.itemsize != 2 or depth % 8 or depth > 256
+    """Attention over packed rows as they lie there on a GPU, [1, H, N, D] to [1, N, H, D]; None
+    where there is no kernel for them."""
+    depth, autocast = query.shape[-1], torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
+    if (dtype.itemsize != 2 or depth % 8 or depth > 256
             or value.shape[-1] != depth or (varlen := _varlen(query.device.index)) is None):
         return None
     heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
@@ -114,12 +119,16 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  mask: torch.Tensor | None, scaling: float | None, causal: bool) -> torch.Tensor:
     """softmax(q k^T scaling + mask) v, the query heads of a group side by side."""
     rows, heads, queries, depth = query.shape
-    all_keys, all_values = (transformers_internals.room_of(states) for states in (key, value))
-    if all_keys is not None and all_values is not None and queries == 1:
+    room, values_room = (transformers_internals.room_of(key),
+                         transformers_internals.room_of(value))
+    if room is not None and values_room is not None and queries == 1:
         # products of a part of each head's keys would copy them first, and take longer than those
         # of all, which have the same shape for a number of tokens
-        mask = _over_room(key, mask, all_keys.shape[2])
-        key, value = all_keys, all_values
+        count, width = key.shape[2], room.shape[2]
+        mask = (torch.arange(width) < count).view(1, 1, 1, width) if mask is None else (
+            torch.nn.functional.pad(mask, (0, width - count),
+                                    value=HIDDEN if mask.is_floating_point() else False))
+        key, value = room, values_room
     groups, keys = key.shape[1], key.shape[2]
     share = heads // groups
     flat = query.reshape(rows * groups, share * queries, depth)
@@ -133,30 +142,20 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return out.view(rows, heads, queries, -1).transpose(1, 2).contiguous()
 
 
-def _over_room(key: torch.Tensor, mask: torch.Tensor | None, width: int) -> torch.Tensor:
-    """A mask that is as wide as the keys with their room."""
-    count = key.shape[2]
-    if mask is None:
-        return (torch.arange(width) < count).view(1, 1, 1, width)
-    hidden = torch.finfo(torch.bfloat16).min if mask.is_floating_point() else False
-    return torch.nn.functional.pad(mask, (0, width - count), value=hidden)
-
-
 def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: int, share: int,
           keys: int) -> torch.Tensor:
     """What is added to the scores; broadcasts to [B * G, H / G * T, S]. A query of padding may see
     no key at all, so what hides a key is finite."""
     rows, _, queries, _ = query.shape
-    dtype = query.dtype
-    hidden = torch.finfo(torch.bfloat16).min  # finite in fp32, and once autocast has rounded it
     if mask is None:
         if not causal:
             return query.new_zeros(1, 1, 1)
-        return torch.full((queries, keys), hidden, dtype=dtype).triu_(1).repeat(share, 1)[None]
+        return torch.full((queries, keys), HIDDEN, dtype=query.dtype).triu_(1).repeat(
+            share, 1)[None]
     if mask.dtype == torch.bool:
-        mask = query.new_zeros(mask.shape).masked_fill_(~mask, hidden)
+        mask = query.new_zeros(mask.shape).masked_fill_(~mask, HIDDEN)
     else:  # which may hide keys by -inf, or by a number that rounds to it
-        mask = mask.to(dtype).clamp(min=hidden)
+        mask = mask.to(query.dtype).clamp(min=HIDDEN)
     mask = mask.expand(rows, groups, queries, keys).reshape(rows * groups, queries, keys)
     return mask.repeat(1, share, 1) if share > 1 else mask
 
@@ -173,11 +172,10 @@ def use_kernels(lm: Any) -> None:
 def takes_packed(lm: Any) -> bool:
     """Whether a model gives packed rows the states that it gives padded ones; found out by trying.
 
-    Not with an encoder, virtual tokens, windows of attention, an attention of its own, or states
+    Not with an encoder, windows of attention, an attention of its own, or states
     that run on from token to token. Windows are wider than what is tried, but they forget keys.
     """
-    if (trunk.has_encoder(lm) or trunk.num_virtual_tokens(lm)
-            or transformers_internals.attention_of(lm) != NAME
+    if (trunk.has_encoder(lm) or transformers_internals.attention_of(lm) != NAME
             or "position_ids" not in inspect.signature(lm.base_model.forward).parameters):
         return False
     device = lm.get_input_embeddings().weight.device
@@ -326,26 +324,6 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return onednn.product(x, weight)
 
 
-def packed_size(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the copy that :func:`packed_weights` makes of a module once its linear layers are
-    routed; the weights may be on any device."""
-    return _packable(module, dtype, (nn.Linear, conv1d()))[1]
-
-
-def _packable(module: nn.Module, dtype: torch.dtype, kinds: tuple[type, ...] = ()
-              ) -> tuple[list[Any], int]:
-    """Layers of these very types, or routed ones, that compute in ``dtype``, and the bytes of their
-    weights in it; none where that is too much. Weights in fewer bits compute in ``dtype`` only
-    where autocast is on."""
-    layers: list[Any] = []
-    for part in module.modules():
-        if (type(part) in kinds or isinstance(part, _Routed)) and (
-                part.weight.dtype in (torch.float32, dtype)):
-            layers.append(part)
-    size = sum(layer.weight.numel() for layer in layers) * dtype.itemsize
-    return (layers, size) if size <= PACKED_BYTES else ([], 0)
-
-
 @contextmanager
 def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Passes without gradients meanwhile take routed weights from a copy in oneDNN's own order,
@@ -355,8 +333,14 @@ def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: that is computed in.
     """
-    layers, _ = _packable(module, dtype)
-    layers = [layer for layer in layers if layer.weight.device.type == "cpu"]
+    layers, size = list[Any](), 0
+    for part in module.modules():
+        # weights in fewer bits compute in ``dtype`` only where autocast is on
+        if isinstance(part, _Routed) and part.weight.dtype in (torch.float32, dtype) and (
+                part.weight.device.type == "cpu"):
+            layers.append(part)
+            size += part.weight.numel() * dtype.itemsize
+    layers = layers if size <= PACKED_BYTES else []
     try:
         for layer in layers:
             # in one expression: a name would hold the last layer's, the largest, meanwhile

@@ -27,20 +27,22 @@ import torch
 import transformers
 from torch import nn
 
-from ppocli.builtin.names import BUILTIN_REWARDS
 from ppocli.config import algorithm, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.distributed.onednn import TORCH, choose_gemm
-from ppocli.errors import PpocliError
-from ppocli.models import policy
 from ppocli.models.head import CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.kernels import PACKED_BYTES
-from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading import model_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype, outline, read_config
 from ppocli.models.loading.load_adapters import attach, peft_config
-from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens, state_width
-from ppocli.rewards.resolve import MODEL_REWARDS
+from ppocli.models.policy import ValueHead
+from ppocli.models.trunk import (
+    RELATIVE_POSITIONS,
+    freeze_attention,
+    freeze_lower_layers,
+    layer_stack,
+    state_width,
+)
 from ppocli.runs.checkpoints import value_start
 
 QUANTIZED = {"8bit": 1, "4bit": 0.52}
@@ -101,8 +103,6 @@ class Estimate:
     and ``disk`` of the run folder."""
 
     parts: tuple[Part, ...]
-    unknown: dict[str, str]
-    """what is left out, and why"""
     lines: tuple[Line, ...]
     rows: Rows
     rollout: int
@@ -123,9 +123,11 @@ def _outline(cfg: schema.ModelConfig, key: str, config: Any = None, kind: Any = 
              dtype: torch.dtype = torch.float32) -> Any:
     config = config or read_config(cfg, key)
     with torch.device("meta"):
-        return outline(cfg, key, config, kind or (
+        model = outline(cfg, key, config, kind or (
             transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder
             else transformers.AutoModelForCausalLM), dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
@@ -151,59 +153,60 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
     head = trunk = None
     with model_config.loading(f"outline of {model.path}", "model.path"):
         if adapter is not None:
-            settings = peft_config(adapter, algorithm.adapter_settings(model), tokenizer=model.path,
-                                   revision=model.revision, pair=lm.config.is_encoder_decoder)
+            settings = peft_config(algorithm.adapter_settings(model), revision=model.revision,
+                                   pair=lm.config.is_encoder_decoder)
             with torch.device("meta"):
                 attach(lm, settings, seed=0)
-        policy.freeze_lower_layers(lm, model.num_layers_unfrozen)
+        freeze_lower_layers(lm, model.num_layers_unfrozen)
         if kind == "branch":
             trunk = copy.deepcopy(layer_stack(lm)[-value.num_layers_unfrozen:]).requires_grad_(True)
         elif kind == "model":
             key = "model.value.path" if value.path else "model.path"
             trunk = _outline(value_start(model), key, kind=transformers.AutoModel)
-            policy.freeze_lower_layers(trunk, value.num_layers_unfrozen)
+            freeze_lower_layers(trunk, value.num_layers_unfrozen)
         if trunk is not None and value.freeze_attention:
-            policy.freeze_attention(trunk)
+            freeze_attention(trunk)
         if kind != "none":
             width = state_width(trunk if kind == "model" else lm)
             with torch.device("meta"):
-                head = policy.ValueHead(width, torch.Generator())
+                head = ValueHead(width, torch.Generator())
     return Models(lm, head, trunk)
 
 
 # The arithmetic -----------------------------------------------------------------------------------
 
 def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool, ranks: int,
-             ranks_on_host: int, rewards: bool = True, new_tokens: int | None = None) -> Estimate:
-    """What a run of ``cfg`` takes at its fullest.
+             ranks_on_host: int, new_tokens: int | None = None) -> Estimate:
+    """What a run of ``cfg`` takes at its fullest, without its rewards.
 
     Args:
         models: of ``cfg``.
         prompt_tokens: of the longest prompt.
         cuda: whether GPUs compute.
-        rewards: whether models of the rewards count.
         new_tokens: of the longest response; in an example the tokens that the loss counts, the
             prompt being those before them (default: ``generation.max_new_tokens``).
 
     Raises:
         ConfigError: DeepSpeed's file can't be read.
+        InputError: the reference is missing.
     """
-    trained, (frozen, unknown) = list(_trained(cfg, models)), _frozen(cfg, models.lm, rewards)
+    trained, frozen = list(_trained(cfg, models)), list(_reference(cfg, models.lm))
     new = algorithm.longest_rollout(cfg) if new_tokens is None else new_tokens
     rows, stage = pass_rows(cfg, prompt_tokens + new, ranks), cfg.hardware.zero_stage
     weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
     passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda))
     certain = max(sum(line.rollout for line in weights), sum(line.update for line in weights))
-    rollout, update, host = (sum(line[i] for line in weights + passes) for i in (1, 2, 3))
+    lines = weights + passes
+    rollout, update, host = (sum(line.rollout for line in lines),
+                             sum(line.update for line in lines), sum(line.host for line in lines))
     if not rows.accumulates and not stage:  # activations go as gradients come
         update -= min(sum(part.gradients for part in trained), sum(line.update for line in passes))
-    kept = [part for part in frozen if part.name == "reference"]
-    loaded = sum(part.size for part in trained + kept) * (1 if stage == 3 else ranks_on_host)
+    loaded = sum(part.size for part in trained + frozen) * (1 if stage == 3 else ranks_on_host)
     model = trained[0].gradients if cfg.model.peft else trained[0].size
     checkpoint = model + trained[0].state + sum(part.size + part.state for part in trained[1:]) + (
-        sum(part.size for part in kept) if cfg.model.reference.sync_every else 0)
+        sum(part.size for part in frozen) if cfg.model.reference.sync_every else 0)
     keeps = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
-    return Estimate((*trained, *frozen), unknown, tuple(x for x in weights + passes if any(x[1:])),
+    return Estimate((*trained, *frozen), tuple(x for x in lines if any(x[1:])),
                     rows, rollout, update,
                     ranks_on_host * (host + (0 if cuda else max(rollout, update))), loaded, certain,
                     ranks_on_host * (host + (0 if cuda else certain)), checkpoint, model,
@@ -257,46 +260,28 @@ def _trained(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
                        _count(trained))
 
 
-def _frozen(cfg: schema.TrainConfig, lm: Any, rewards: bool) -> tuple[list[Part], dict[str, str]]:
-    """The reference and models of rewards; and what isn't known of, with the reason."""
-    parts, unknown, model = list[Part](), dict[str, str](), cfg.model
-    where, kind = model.reference, model_config.reference_kind(model)
+def _reference(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
+    model, where, kind = cfg.model, cfg.model.reference, model_config.reference_kind(cfg.model)
     place = "offloaded" if where.offload else {None: "device", "cpu": "host"}.get(
         where.device, "elsewhere")
-    copies = []
-    if tasks.task_name(cfg) in tasks.DATA_TASKS:
-        pass
-    elif kind == "shared":  # initial values of what trains
-        number = _count(p for p in lm.parameters() if p.requires_grad)
-        parts.append(Part("reference", number, number * DTYPES[cfg.hardware.weights].itemsize,
-                          place=place))
-    elif kind == "copy":
-        copies.append(("reference", replace(model, path=where.path or model.path, revision=None),
-                       "model.reference.path", None if where.path else lm.config, None,
-                       frozen_dtype(model, cfg.hardware), place))
-    for key, fn, kwargs in schema.rewards_of(cfg.reward) if rewards else ():
-        if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
-            copies.append((f"reward {kwargs['model']}", replace(
-                model, path=str(kwargs["model"]), revision=kwargs.get("revision"),
-                trust_remote_code=bool(kwargs.get("trust_remote_code"))), f"{key}.kwargs.model",
-                None, transformers.AutoModelForSequenceClassification,
-                DTYPES.get(str(kwargs.get("dtype")), torch.float32),
-                "host" if kwargs.get("device") == "cpu" else "device"))
-        elif fn is not None and fn not in BUILTIN_REWARDS:
-            unknown[f"reward {fn}"] = "your function"
-    for name, source, key, config, auto, dtype, place in copies:
-        try:
-            number = _count(_outline(source, key, config, auto).parameters())
-            parts.append(Part(name, number, number * dtype.itemsize, place=place))
-        except PpocliError as error:
-            unknown[name] = error.what
-    return parts, unknown
+    if kind not in ("shared", "copy") or tasks.task_name(cfg) in tasks.DATA_TASKS:
+        return
+    if kind == "shared":  # initial values of what trains
+        weights, dtype = [p for p in lm.parameters() if p.requires_grad], \
+            DTYPES[cfg.hardware.weights]
+    else:
+        source = replace(model, path=where.path or model.path, revision=None)
+        weights = list(_outline(source, "model.reference.path",
+                                None if where.path else lm.config).parameters())
+        dtype = frozen_dtype(model, cfg.hardware)
+    yield Part("reference", number := _count(weights), number * dtype.itemsize, place=place)
 
 
 def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Part], ranks: int, *,
                   cuda: bool) -> Iterator[Line]:
     hardware, stage = cfg.hardware, cfg.hardware.zero_stage
-    size, gradients, state = (sum(part[i] for part in trained) for i in (2, 3, 4))
+    size, gradients = sum(part.size for part in trained), sum(part.gradients for part in trained)
+    state = sum(part.state for part in trained)
     share = -(-gradients // ranks)
 
     def line(name: str, size: int, *, host: bool = False, update_only: bool = False) -> Line:
@@ -305,7 +290,7 @@ def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Par
     yield line("weights", -(-size // ranks) if stage == 3 else size, host=hardware.offload_param)
     for part in frozen:
         size_here = part.size * (part.place != "elsewhere")
-        if part.name == "reference" and algorithm.reference_sharded(cfg):
+        if algorithm.reference_sharded(cfg):
             size_here = -(-part.size // ranks)
         on_host = size_here * (cuda and part.place != "device")
         yield Line(part.name, size_here * (part.place == "offloaded" or not on_host),
@@ -369,8 +354,7 @@ def _pass_lines(cfg: schema.TrainConfig, models: Models, rows: Rows, prompt: int
     heads = getattr(text, "num_attention_heads", None) or 1
     depth = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or (
         text.hidden_size // heads)
-    keys = min(prompt + new + num_virtual_tokens(lm),
-               getattr(text, "sliding_window", None) or 2**31)
+    keys = min(prompt + new, getattr(text, "sliding_window", None) or 2**31)
     cache = rows.decoded * 2 * text.num_hidden_layers * keys * depth * number * (
         getattr(text, "num_key_value_heads", None) or heads)
     yield Line("keys and values (KV cache)", cache)

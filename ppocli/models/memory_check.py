@@ -41,16 +41,13 @@ def check_memory(cfg: schema.TrainConfig, lm_config: Any, *, prompt_tokens: int,
     cuda = device.type != "cpu"
     try:
         needed = estimate(cfg, models_of(cfg, lm_config), prompt_tokens=prompt_tokens, cuda=cuda,
-                          ranks=ranks, ranks_on_host=ranks_on_host, rewards=False,
+                          ranks=ranks, ranks_on_host=ranks_on_host,
                           new_tokens=new_tokens)
     except Exception as error:  # such a model may train all the same, and its loader says more
         if warn:
             log.info("The memory of this run can't be estimated: %s",
                      error.what if isinstance(error, PpocliError) else first_line(error))
         return
-    if warn and needed.unknown:
-        log.info("The estimate of this run's memory leaves out: %s", "; ".join(
-            f"{name} ({why})" for name, why in needed.unknown.items()))
     refuse_or_warn(cfg, needed, room_here(cuda=cuda, device=device if cuda else None), warn=warn)
     if warn:
         check_disk(cfg, needed)
@@ -59,7 +56,7 @@ def check_memory(cfg: schema.TrainConfig, lm_config: Any, *, prompt_tokens: int,
 def refuse_or_warn(cfg: schema.TrainConfig, needed: Estimate, room: Room, *, warn: bool = True
                    ) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone don't fit; warn where passes
-    may not, which shrink when memory runs out (:mod:`ppocli.distributed.oom_retry`).
+    may not, which shrink when memory runs out (:mod:`ppocli.distributed.backend`).
 
     Raises:
         OutOfMemoryError: as :func:`check_memory`.

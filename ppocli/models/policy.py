@@ -13,12 +13,17 @@ import torch
 from torch import nn
 
 from ppocli.distributed.deepspeed_internals import whole_shape
-from ppocli.models import layer_stack as stacks
-from ppocli.models.head import HeadWeights, OtherHead, TokenFigures, token_logprobs
-from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
-from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading import peft_internals
-from ppocli.models.trunk import has_encoder, response_hidden
+from ppocli.models import trunk as stacks
+from ppocli.models.head import HeadWeights, OtherHead, TokenFigures, full_kl, token_logprobs
+from ppocli.models.layout import RowBatch, SequenceBatch
+from ppocli.models.loading.load_adapters import enable_adapter
+from ppocli.models.trunk import (
+    SplitPoint,
+    has_encoder,
+    response_hidden,
+    swapped_tensors,
+    trained_split,
+)
 
 log = logging.getLogger("ppocli")
 
@@ -195,42 +200,6 @@ class Policy(nn.Module):
             values=self.values(batch, hidden, shared) if want_values else None)
 
 
-def freeze_attention(trunk: nn.Module) -> None:
-    """Leave no gradients to a value function's attention (SAO, arXiv 2607.07508).
-
-    Raises:
-        ValueError: there is none that can be told by its name.
-    """
-    layers = [module for module in trunk.modules() if "Attention" in type(module).__name__]
-    for module in layers:  # T5 has a layer of that name around it, with a norm
-        if not any(inner in layers for inner in list(module.modules())[1:]):
-            module.requires_grad_(False)
-    if not layers:
-        raise ValueError("model.value.freeze_attention finds no attention in it")
-
-
-def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
-    """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
-
-    What a pass uses before the first of these layers is frozen: embeddings with norms and
-    projections of theirs, an encoder, lower layers. The top layers, the final norm and an untied
-    output embedding train. -1 trains everything; a number beyond the depth does too.
-
-    Raises:
-        ValueError: when the stack of layers can't be found.
-    """
-    if num_layers_unfrozen < 0:
-        return
-    layers = list(stacks.layer_stack(lm))
-    if (first := len(layers) - num_layers_unfrozen) <= 0:
-        log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
-                 num_layers_unfrozen, len(layers))
-        return
-    stacks.freeze_before(lm, min(first, len(layers) - 1))
-    for layer in layers[:first]:
-        layer.requires_grad_(False)
-
-
 class Reference(Protocol):
     """Yields a causal LM to run; which one may share its trunk with the policy."""
 
@@ -307,11 +276,11 @@ class AdapterReference:
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
-        peft_internals.enable_adapter(policy_lm, False)
+        enable_adapter(policy_lm, False)
         try:
             yield policy_lm
         finally:
-            peft_internals.enable_adapter(policy_lm, True)
+            enable_adapter(policy_lm, True)
 
 
 @torch.no_grad()
@@ -325,3 +294,85 @@ def share_trunk(lm: Any, *, offload: bool = False) -> SharedReference:
     frozen = {name: p.detach().to("cpu" if offload else p.device, copy=True)
               for name, p in lm.named_parameters() if p.requires_grad}
     return SharedReference(frozen, trained_split(lm))
+
+
+# What they say of sampled responses ---------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What policy or reference say of the N tokens of a :class:`RowBatch`; None what wasn't asked
+    for."""
+
+    logprobs: torch.Tensor | None
+    """[N]"""
+    states: torch.Tensor | None
+    """[N, D] final ones"""
+    frozen_states: torch.Tensor | None
+    """[b, T, D] what entered the layer where passes are split"""
+    values: torch.Tensor | None = None
+    """[N] of the policy"""
+    full_kl: torch.Tensor | None = None
+    """[N] from the policy to the reference, over the whole vocabulary"""
+
+
+def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logprobs: bool,
+                 want_values: bool, keep_hidden: bool, split: stacks.SplitPoint | None = None
+                 ) -> Scored:
+    """What is wanted of the policy's logprobs, values and final states, and no more.
+
+    Args:
+        split: the layer whose inputs are kept.
+    """
+    hidden, logprobs, shared = None, None, list[torch.Tensor]()
+    with stacks.inputs_at(split, policy.lm) as frozen:
+        if want_logprobs or keep_hidden or not isinstance(policy.value_trunk, ValueModel):
+            hidden, shared = policy.trunk(one.batch)
+    if want_logprobs and hidden is not None:
+        logprobs = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,
+                                  temperature=temperature, want_entropy=False).logprobs
+    values = policy.values(one.batch, hidden, shared) if want_values else None
+    return Scored(logprobs, hidden if keep_hidden else None, frozen[-1] if frozen else None, values)
+
+
+def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWeights, *,
+                    temperature: float, hidden: torch.Tensor | None = None,
+                    frozen_states: torch.Tensor | None = None,
+                    split: stacks.SplitPoint | None = None) -> Scored:
+    """The reference's logprobs and, given the policy's states, the KL over the whole vocabulary.
+
+    Args:
+        view: the reference as a model.
+        head: of the policy, which the view may have put the reference's in the place of.
+        hidden, frozen_states: of the policy's pass. Where the reference is split as the policy is,
+            it starts from the latter.
+        split: the layer whose inputs are kept where ``frozen_states`` are not there.
+    """
+    # which may be run on another device than the policy
+    batch = one.batch.to(view.get_output_embeddings().weight.device)
+    lm = view if frozen_states is None or reference.split is None else (
+        reference.split.resumed(view, frozen_states))
+    if split is None or frozen_states is not None:
+        states = response_hidden(lm, batch)
+    else:
+        with stacks.inputs_at(split, view) as entering:
+            states = response_hidden(lm, batch)
+        frozen_states = entering[-1]
+    ref_head = HeadWeights.of(view)
+    logprobs = token_logprobs(states, ref_head, batch.targets, temperature=temperature,
+                              want_entropy=False).logprobs
+    kl = None if hidden is None else full_kl(hidden, head, states, ref_head,
+                                             temperature=temperature)
+    return Scored(logprobs, states, frozen_states, full_kl=kl)
+
+
+def frozen_split(policy: Policy) -> stacks.SplitPoint | None:
+    """The split of a policy that trains its top layers only; None where all layers train, or a
+    layer that must be run lies below."""
+    try:
+        split = stacks.trained_split(policy.lm)
+    except ValueError:  # layers that are no plain sequence
+        return None
+    branch = policy.value_trunk
+    if isinstance(branch, ValueBranch) and split and branch.split.layer < split.layer:
+        return None
+    return split

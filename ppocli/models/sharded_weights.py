@@ -15,9 +15,9 @@ from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
 from ppocli.distributed import deepspeed_internals as internals
 from ppocli.distributed.backend import Backend
-from ppocli.distributed.deepspeed_internals import local_part, shard
+from ppocli.distributed.deepspeed_internals import shard
 from ppocli.distributed.ranks import Ranks
-from ppocli.models import layer_stack, trunk
+from ppocli.models import trunk
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype
 from ppocli.models.policy import Policy
 
@@ -87,39 +87,6 @@ def head_parameters(lm: Any) -> list[Any]:
     return list(lm.get_output_embeddings().parameters())
 
 
-def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """A whole tensor on every rank, gathered from the ranks' partitions."""
-    world = torch.distributed.get_world_size()
-    flat = torch.empty(world * part.numel(), dtype=part.dtype, device=device)
-    torch.distributed.all_gather_into_tensor(flat, part.to(device))
-    return flat[:shape.numel()].view(shape)
-
-
-@contextmanager
-def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside the block, forward passes gather ``parts`` in place of the ranks' partitions of the
-    sharded parameters of these names."""
-    internals.put_back(parameters.values())
-    kept = {name: internals.local_part(parameters[name]).data for name in parts}
-    kept_whole = {name: p.data for name, p in parameters.items() if internals.is_whole(p)}
-    try:
-        for name, part in parts.items():
-            parameter = parameters[name]
-            local = internals.local_part(parameter)
-            local.data = part.to(local.device)
-            if name in kept_whole:
-                parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
-        torch.clear_autocast_cache()
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        internals.put_back(parameters.values())
-        for name, part in kept.items():
-            internals.local_part(parameters[name]).data = part
-        for name, whole in kept_whole.items():
-            parameters[name].data = whole
-
-
 def adopt_weights(policy: nn.Module, stage: int) -> None:
     """Copy weights that were just loaded into the policy to DeepSpeed's optimizer, which steps on
     its own copy."""
@@ -142,7 +109,7 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """
     with gathered(policy, 3):
         parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
-        lm, head = (None if module is None else layer_stack.without_hooks(module, parameters)
+        lm, head = (None if module is None else trunk.without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
         try:
             # the value function's trunk stays as it is: nothing decodes with it
@@ -331,38 +298,13 @@ class ShardedCopy:
     lm: Any
     engine: Any
     """DeepSpeed's, over the model's trunk"""
-    split: layer_stack.SplitPoint | None = None
+    split: trunk.SplitPoint | None = None
 
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
         with held(head_parameters(self.lm)):
             yield self.lm
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedTrunk:
-    """The policy's frozen trunk, with this rank's original partitions of the tensors that train."""
-
-    parts: dict[str, torch.Tensor]
-    """by their names in the causal LM"""
-    split: layer_stack.SplitPoint | None
-    """as of :class:`ppocli.models.policy.SharedReference`"""
-
-    @contextmanager
-    def view(self, policy_lm: Any) -> Iterator[Any]:
-        """As :class:`Reference`, for a policy whose weights are gathered or sharded."""
-        parameters = dict(policy_lm.named_parameters())
-        if is_sharded(policy_lm):
-            trained = {name: parameters[name] for name in self.parts}
-            with swapped_parts(trained, self.parts):
-                yield policy_lm
-            return
-        whole = {name: whole_of(part, parameters[name].shape,
-                                                parameters[name].device)
-                 for name, part in self.parts.items()}
-        with layer_stack.swapped_tensors(policy_lm, whole):
-            yield policy_lm
 
 
 def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
@@ -376,17 +318,3 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
     engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)
     lm.eval()
     return ShardedCopy(lm, engine)
-
-
-def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
-    """As :func:`ppocli.models.policy.share_trunk`, of a sharded policy that is prepared for
-    training and hasn't been trained yet.
-
-    Raises:
-        ValueError: as there.
-    """
-    split = layer_stack.trained_split(lm)
-    local_parts = {name: local_part(p).detach() for name, p in lm.named_parameters()
-                   if p.requires_grad}
-    return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
-                         for name, part in local_parts.items()}, split)

@@ -1,39 +1,15 @@
 """The private parts of transformers that ppocli uses: the registry of attention functions, the
-layers of its cache, two building blocks, and how it compiles chat templates. No other module
-touches them."""
+layers of its cache, and two building blocks. No other module touches them."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
-from datetime import datetime
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from ppocli.distributed.backend import to_device
-from ppocli.runs.environment import check_parts
-
-_PARTS = ("transformers:AttentionInterface.register",
-          "transformers:AttentionMaskInterface.register", "transformers.masking_utils:sdpa_mask",
-          "transformers.integrations.sdpa_attention:sdpa_attention_forward",
-          "transformers:PreTrainedModel.set_attn_implementation",
-          "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
-          "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
-          "transformers.activations:FastGELUActivation",
-          "transformers.core_model_loading:revert_weight_conversion",
-          "transformers.utils.chat_template_utils:_compile_jinja_template",
-          "transformers:PreTrainedTokenizerBase.get_chat_template")
-
-
-@cache
-def probe() -> None:
-    """Check that the installed transformers has these parts.
-
-    Raises:
-        ConfigError: one is missing.
-    """
-    check_parts("transformers", _PARTS)
 
 
 def conv1d() -> Any:
@@ -41,13 +17,6 @@ def conv1d() -> Any:
     from transformers.pytorch_utils import Conv1D
 
     return Conv1D
-
-
-def checkpoint_tensors(lm: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's state dict under the names and in the shapes that its checkpoints have."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(lm, dict(tensors)))
 
 
 def fuse_activations(lm: torch.nn.Module) -> None:
@@ -59,21 +28,6 @@ def fuse_activations(lm: torch.nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) in (NewGELUActivation, FastGELUActivation):
                 setattr(module, name, torch.nn.GELU(approximate="tanh"))
-
-
-def template_at(template: str, moment: datetime) -> str:
-    """A chat template whose ``strftime_now`` tells that moment, for transformers to render: the
-    same text behind a comment, so that whoever else renders the template is told the present.
-
-    No caller can hand the function over as a value: transformers makes texts of functions.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    # transformers takes out the line break behind a comment
-    dated = f"{{# {moment} #}}\n{template}"
-    compiled: Any = _compile_jinja_template(dated)  # kept by its text
-    compiled.globals["strftime_now"] = moment.strftime
-    return dated
 
 
 # Attention ----------------------------------------------------------------------------------------

@@ -1,19 +1,23 @@
-"""Facts about a language model: its kind, how it is decoded, the virtual tokens before its prompts,
-which rows of its output embedding stand for tokens; and its trunk's pass over samples."""
+"""Facts about a language model: its kind, and how it is decoded; its trunk's pass over samples; and
+its decoder's stack of layers, at one of which forward passes can be split: what the layers before
+it make of a batch can serve several passes through those after."""
 
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ppocli.distributed.backend import to_device
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.models.layout import SequenceBatch, placeholder_mask
-from ppocli.models.loading import peft_internals
-from ppocli.models.transformers_internals import cache_name
+
+log = logging.getLogger("ppocli")
 
 RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
@@ -80,70 +84,15 @@ def set_decoding(lm: Any, decoding: Decoding) -> None:
     lm.ppocli_decoding = decoding
 
 
-class VirtualTokens(nn.Module):
-    """Trained virtual tokens before every prompt of a causal LM, of which they become a part: keys
-    and values in the cache (prefix tuning, Li and Liang 2021) or embeddings in front of the words'
-    (prompt tuning, Lester et al. 2021).
-
-    As in PEFT (``peft/peft_model.py``, ``PeftModelForCausalLM.forward``) they take the first
-    positions, so that a prompt's first token has the position ``count``.
-
-    Args:
-        peft_model: PEFT's model around the causal LM; it makes the tokens out of what trains.
-        in_cache: prefix tuning, whose tokens are keys and values; else embeddings.
-    """
-
-    _peft_model: Any
-
-    def __init__(self, peft_model: Any, *, in_cache: bool) -> None:
-        super().__init__()
-        self.prompt_encoder = peft_model.prompt_encoder
-        object.__setattr__(self, "_peft_model", peft_model)  # no submodule: it holds the whole LM
-        self.in_cache = in_cache
-        self.count: int = peft_model.active_peft_config.num_virtual_tokens
-        self.enabled = True
-
-    def cache(self, rows: int) -> Any:
-        """A new cache that holds the keys and values of the virtual tokens for ``rows`` rows."""
-        return peft_internals.prompt(self._peft_model, self.prompt_encoder, rows)
-
-    def in_front(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """[b, T, D] embeddings of words, with the virtual ones before them: [b, count + T, D]."""
-        virtual = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
-        return torch.cat([virtual.to(embeddings.dtype), embeddings], dim=1)
-
-
-def virtual_tokens(lm: Any) -> VirtualTokens | None:
-    """The virtual tokens of a causal LM that are switched on; None without any."""
-    virtual = getattr(lm, "virtual_tokens", None)
-    return virtual if virtual is not None and virtual.enabled else None
-
-
-def num_virtual_tokens(lm: Any) -> int:
-    """How many positions of a causal LM virtual tokens take, switched on or not; also of a model
-    that isn't loaded yet (:class:`ppocli.models.loading.model_config.ModelFacts`)."""
-    if hasattr(lm, "virtual_tokens"):
-        return lm.virtual_tokens.count
-    return getattr(lm, "num_virtual_tokens", 0)
-
-
 def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     """[b, T, D] final hidden states of the trunk for the tokens of a batch without an encoder."""
-    tokens, virtual = batch.tokens, virtual_tokens(lm)
-    if virtual is None:
-        packed: dict[str, Any] = {}
-        if batch.packing is not None:
-            packed = {"position_ids": batch.positions,
-                      "attention_mask": placeholder_mask(tokens.device, batch.packing)}
-        elif tokens.device.type != "cpu" and getattr(lm, "ppocli_packs", False):
-            packed = {"attention_mask": placeholder_mask(tokens.device)}
-        return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
-    if virtual.in_cache:
-        prefix = {cache_name(lm.base_model): virtual.cache(len(tokens))}
-        return lm.base_model(input_ids=tokens, use_cache=True, **prefix).last_hidden_state
-    embeddings = virtual.in_front(lm.get_input_embeddings()(tokens))
-    states = lm.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-    return states[:, virtual.count:]
+    tokens, packed = batch.tokens, dict[str, Any]()
+    if batch.packing is not None:
+        packed = {"position_ids": batch.positions,
+                  "attention_mask": placeholder_mask(tokens.device, batch.packing)}
+    elif tokens.device.type != "cpu" and getattr(lm, "ppocli_packs", False):
+        packed = {"attention_mask": placeholder_mask(tokens.device)}
+    return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
 
 
 def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
@@ -159,89 +108,267 @@ def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     return states.reshape(-1, states.shape[-1]).index_select(0, batch.predictors)
 
 
-# The vocabulary -----------------------------------------------------------------------------------
-#
-# Many models have more rows than their tokenizer has ids: Qwen2.5-7B 152064 for 151665, T5 32128
-# for 32100. The others decode to nothing. The policy is the distribution over the tokenizer's ids
-# alone, where it is sampled and where its probabilities are computed.
+# The stack of layers ------------------------------------------------------------------------------
 
-ABSENT = -1e15
-"""the logit of an id without a token: its probability is 0 in fp32, and unlike with -inf no figure
-that is made of it becomes NaN"""
+def layer_stack(lm: Any) -> nn.ModuleList:
+    """The list of a model's decoder layers.
+
+    Raises:
+        ValueError: no list of modules is as long as the model is deep.
+    """
+    config, trunk = lm.config, lm.base_model
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    if getattr(config, "is_encoder_decoder", False):
+        trunk = lm.get_decoder()
+        depth = next((value for name in ("num_decoder_layers", "decoder_layers")
+                      if (value := getattr(config, name, None)) is not None), depth)
+    for module in trunk.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(f"no stack of {depth} layers in {type(trunk).__name__}")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The ids that a model may sample, out of the rows of its output embedding."""
+def stack_path(lm: Any) -> str:
+    """The stack's name in ``lm``, such as ``model.layers``."""
+    stack = layer_stack(lm)
+    return next(name for name, module in lm.named_modules() if module is stack)
 
-    rows: int
-    size: int
-    """the highest id with a token, and 1"""
-    gaps: tuple[int, ...] = ()
-    """lower ids without a token"""
 
-    @staticmethod
-    def of(tokenizer: Any, lm: Any) -> "Vocabulary":
-        """The tokenizer's ids in a language model."""
-        ids = set(tokenizer.get_vocab().values())
-        rows = output_rows(lm)
-        size = min(max(ids, default=rows - 1) + 1, rows)
-        special = set(tokenizer.all_special_ids)
-        return Vocabulary(rows, size, tuple(
-            i for i in sorted(set(range(size)) - ids - special) if not _has_token(tokenizer, i))
-            if ids else ())
+@torch.no_grad()
+def _trial_pass(lm: Any) -> Any:
+    """What the trunk returns for three tokens. Where weights are in parts, or not there yet, the
+    model's code runs on tensors that have shapes only, in bf16, which is all that torch's products
+    of experts take."""
+    trunk, names = lm.base_model, ["input_ids"]
+    if getattr(lm.config, "is_encoder_decoder", False):
+        names.append("decoder_input_ids")
+    if all(p.shape == whole_shape(p) and not p.is_meta for p in lm.parameters()):
+        tokens = torch.zeros(1, 3, dtype=torch.long, device=trunk.device)
+        return trunk(**dict.fromkeys(names, tokens), use_cache=False)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.func import functional_call
 
-    @property
-    def absent(self) -> list[int]:
-        """All ids without a token."""
-        return [*self.gaps, *range(self.size, self.rows)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shapes = {name: torch.empty(whole_shape(tensor), dtype=torch.bfloat16
+                                    if tensor.is_floating_point() else tensor.dtype)
+                  for name, tensor in (*trunk.named_parameters(), *trunk.named_buffers())}
+        tokens = torch.zeros(1, 3, dtype=torch.long)
+        return functional_call(trunk, shapes, kwargs={**dict.fromkeys(names, tokens),
+                                                      "use_cache": False})
 
-    @cached_property
-    def _gaps(self) -> torch.Tensor:
-        return torch.tensor(self.gaps, dtype=torch.long)
 
-    def gaps_on(self, device: torch.device) -> torch.Tensor | None:
-        """[n] the gaps on a device; None without any."""
-        return to_device(self._gaps, device) if self.gaps else None
+class _PassesOn(nn.Module):
+    """Stands where a layer stands in the stack, and hands its input on, or other states instead."""
 
-    def lacks(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which ids on the CPU have no token: bool, of the same shape."""
-        out = (ids < 0) | (ids >= self.size)
-        return out | torch.isin(ids, self._gaps) if self.gaps else out
+    def __init__(self, layer: nn.Module, instead: torch.Tensor | None, as_tuple: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: nothing of it is moved or saved
+        self.instead, self.as_tuple = instead, as_tuple
 
-    def cut(self, logits: torch.Tensor, gaps: torch.Tensor | None) -> torch.Tensor:
-        """Logits [..., size] of [..., rows]: without the spare rows, the gaps at ``ABSENT``.
+    def __getattr__(self, name: str) -> Any:
+        """What a trunk asks its layers for (the kind of their attention) is the layer's own."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """As the layer's, without computing anything."""
+        out = hidden if self.instead is None else self.instead
+        return (out,) if self.as_tuple else out
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPoint:
+    """A layer above the first at which passes of a causal LM can be split."""
+
+    layer: int
+    as_tuple: bool
+    """whether the model's layers return tuples"""
+
+    def resumed(self, lm: Any, states: torch.Tensor, others: Mapping[str, nn.Module] | None = None
+                ) -> Any:
+        """A model over the same parameters whose passes start at the layer, with ``states``
+        [b, T, D] as its input; the layers before it are not run.
 
         Args:
-            gaps: of :meth:`gaps_on`, where the logits are.
+            others: modules that take the places of those of these names, too.
         """
-        logits = logits[..., :self.size]
-        return logits if gaps is None else logits.float().index_fill(-1, gaps, ABSENT)
+        path, stack = stack_path(lm), layer_stack(lm)
+        before = {f"{path}.{i}": _PassesOn(stack[i], None if i else states, self.as_tuple)
+                  for i in range(self.layer)}
+        return with_modules(lm, {**before, **(others or {})})
 
 
-def output_rows(lm: Any) -> int:
-    """Rows of a language model's output embedding, on all ranks together."""
-    return whole_shape(lm.get_output_embeddings().weight)[0]
+def split_at(lm: Any, layer: int) -> SplitPoint:
+    """The split at a layer above the first. Whether layers return tuples is found out by a pass."""
+    kinds: list[bool] = []
+    with layer_stack(lm)[0].register_forward_hook(
+            lambda _module, _inputs, out: kinds.append(isinstance(out, tuple))):
+        _trial_pass(lm)
+    return SplitPoint(layer, kinds[0])
 
 
-def vocabulary_of(lm: Any) -> Vocabulary:
-    """The ids that a model may sample; all, where :func:`set_vocabulary` hasn't been called."""
-    vocabulary: Vocabulary | None = getattr(lm, "ppocli_vocabulary", None)
-    return vocabulary or Vocabulary(rows := output_rows(lm), rows)
+@contextmanager
+def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects what enters the layer, [b, T, D] for each forward pass meanwhile; nothing without a
+    split."""
+    inputs: list[torch.Tensor] = []
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    with nullcontext() if split is None else (
+            layer_stack(lm)[split.layer].register_forward_pre_hook(take, with_kwargs=True)):
+        yield inputs
 
 
-def set_vocabulary(lm: Any, vocabulary: Vocabulary) -> None:
-    """Make a model sample and score these ids alone from now on, as far as it has rows for them."""
-    rows = output_rows(lm)
-    lm.ppocli_vocabulary = Vocabulary(rows, min(vocabulary.size, rows),
-                                      tuple(i for i in vocabulary.gaps if i < rows))
+def trained_split(lm: Any) -> SplitPoint | None:
+    """The first layer that trains, where nothing before it does; None where the first of all
+    trains, or something before it.
+
+    Raises:
+        ValueError: a pass from that layer on does not give what a whole pass gives, so that the
+            model's layers are not a plain sequence.
+    """
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in layer_stack(lm)]
+    # a decoder's layers beside an encoder need more than the states of the layer below
+    if (getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]
+            or any(p.requires_grad for p in _parameters_before(lm, 0))):
+        return None
+    return _checked(lm, split_at(lm, trains.index(True)))
 
 
-def _has_token(tokenizer: Any, token_id: int) -> bool:
-    """Whether an id that ``get_vocab`` leaves out has a token after all: of several ids with the
-    same token, such as fairseq's fillers, some tokenizers list one."""
+def modules_run(lm: Any) -> list[nn.Module]:
+    """What a pass of the trunk runs, in the order in which it begins."""
+    order: list[nn.Module] = []
+    with ExitStack() as hooks:
+        for module in lm.base_model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(
+                lambda module, _: order.append(module)))
+        _trial_pass(lm)
+    return order
+
+
+def _parameters_before(lm: Any, layer: int) -> list[nn.Parameter]:
+    """All that a pass uses before layer ``layer`` begins: embeddings, norms and projections of
+    theirs, an encoder, the layers before."""
+    order = modules_run(lm)
+    before = order[:order.index(layer_stack(lm)[layer])]
+    return [p for module in before for p in module.parameters(recurse=False)]
+
+
+def freeze_attention(trunk: nn.Module) -> None:
+    """Leave no gradients to a value function's attention (SAO, arXiv 2607.07508).
+
+    Raises:
+        ValueError: there is none that can be told by its name.
+    """
+    layers = [module for module in trunk.modules() if "Attention" in type(module).__name__]
+    for module in layers:  # T5 has a layer of that name around it, with a norm
+        if not any(inner in layers for inner in list(module.modules())[1:]):
+            module.requires_grad_(False)
+    if not layers:
+        raise ValueError("model.value.freeze_attention finds no attention in it")
+
+
+def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
+    """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
+
+    What a pass uses before the first of these layers is frozen: embeddings with norms and
+    projections of theirs, an encoder, lower layers. The top layers, the final norm and an untied
+    output embedding train. -1 trains everything; a number beyond the depth does too.
+
+    Raises:
+        ValueError: when the stack of layers can't be found.
+    """
+    if num_layers_unfrozen < 0:
+        return
+    layers = list(layer_stack(lm))
+    if (first := len(layers) - num_layers_unfrozen) <= 0:
+        log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
+                 num_layers_unfrozen, len(layers))
+        return
+    for parameter in _parameters_before(lm, min(first, len(layers) - 1)):
+        parameter.requires_grad_(False)
+    for layer in layers[:first]:
+        layer.requires_grad_(False)
+
+
+@torch.no_grad()
+def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
+    """The split, if a pass resumed there gives what a whole pass gives."""
+    with inputs_at(split, lm) as states:
+        whole = _trial_pass(lm).last_hidden_state
     try:
-        token = tokenizer.convert_ids_to_tokens(token_id)
-    except Exception:  # the tokenizer's own code, asked for an id that it lacks
-        return False
-    return token not in (None, "", tokenizer.unk_token)
+        resumed = _trial_pass(split.resumed(lm, states[-1])).last_hidden_state
+    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+        raise ValueError(f"{type(lm).__name__} can't be entered at layer {split.layer} ({error})"
+                         ) from error
+    if not torch.equal(whole, resumed):
+        raise ValueError(f"{type(lm).__name__} entered at layer {split.layer} gives other numbers")
+    return split
+
+
+@contextmanager
+def swapped_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Forward passes meanwhile use ``tensors`` in place of the parameters and buffers of these
+    names. Gradients must not flow through such a pass, nor be pending from one before.
+
+    Autocast keeps its copies of weights by parameter while it is on, and does not notice that a
+    parameter's data have been replaced: it is made to cast them anew.
+    """
+    slots: dict[str, torch.Tensor] = dict((*module.named_parameters(), *module.named_buffers()))
+    kept = {name: slots[name].data for name in tensors}
+    try:
+        for name, tensor in tensors.items():
+            slots[name].data = tensor
+        torch.clear_autocast_cache()
+        yield
+    finally:
+        for name, tensor in kept.items():
+            slots[name].data = tensor
+        torch.clear_autocast_cache()
+
+
+# Second views of a module, over the same parameters; the module itself stays as it is -------------
+
+def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """A model over the same parameters that has other modules under these names."""
+    made = copy.copy(lm)
+    made._modules = dict(lm._modules)
+    inside: dict[str, dict[str, nn.Module]] = {}
+    for name, module in modules.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            inside.setdefault(child, {})[rest] = module
+        else:
+            made._modules[child] = module
+    for child, others in inside.items():
+        made._modules[child] = with_modules(made._modules[child], others)
+    return made
+
+
+def without_hooks(module: nn.Module,
+                  parameters: Mapping[int, nn.Parameter] = MappingProxyType({})) -> Any:
+    """A module that computes the same and runs no hooks; what is one module inside stays one.
+
+    Args:
+        parameters: to take instead of those with these ids.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def view_of(part: nn.Module) -> nn.Module:
+        if id(part) not in made:
+            view = made[id(part)] = type(part).__new__(type(part))
+            nn.Module.__init__(view)
+            vars(view).update({name: value for name, value in vars(part).items()
+                               if name not in vars(view)}, _buffers=part._buffers,
+                              training=part.training)
+            view._parameters = {name: None if p is None else parameters.get(id(p), p)
+                                for name, p in part._parameters.items()}
+            view._modules = {name: None if child is None else view_of(child)
+                             for name, child in part._modules.items()}
+        return made[id(part)]
+
+    return view_of(module)

@@ -16,14 +16,14 @@ from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import ConfigError
 from ppocli.models import layout
+from ppocli.models.head import vocabulary_of
 from ppocli.models.loading.model_config import max_positions
-from ppocli.models.trunk import has_encoder, vocabulary_of
+from ppocli.models.trunk import has_encoder
 from ppocli.ppo.policy_samples import generate_chunks
 from ppocli.ppo.rollout import Chunk, Rollout, measure_chunk, of_all_ranks, rollout_of
 from ppocli.ppo.session import Session, max_prompt_tokens
 from ppocli.rewards.reward_records import RewardRequest
-from ppocli.sampling.samples import Generation, Samples, single_turn
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.samples import Generation, Samples, SamplingSpec, single_turn
 from ppocli.training.build_models import sampling_specs
 from ppocli.training.task import StepContext
 

@@ -15,7 +15,7 @@ import torch
 from ppocli.config import algorithm, schema
 from ppocli.data import data_set
 from ppocli.distributed.backend import to_device
-from ppocli.models import head, layer_stack, layout, passes
+from ppocli.models import head, layout, trunk
 from ppocli.ppo import losses
 from ppocli.ppo.advantages import (
     ESTIMATORS,
@@ -376,15 +376,15 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
     batch, kept = layout.lay_out(samples, pack=session.packs).to(device), None
     if split is not None and extras.frozen_states:
         kept = extras.frozen_states
-        batch = replace(batch, frozen_states=passes.known_states(kept, places, batch))
+        batch = replace(batch, frozen_states=layout.known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
     other = None if extras.ref_head is None else head.OtherHead(
         to_device(torch.cat([extras.ref_states[i] for i in places]), device), extras.ref_head)
-    with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as entering:
+    with trunk.inputs_at(split if remembers else None, session.policy.lm) as entering:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
                                      want_entropy=algorithm.wants_entropy(session.cfg.ppo),
                                      value_only=value_only, reference=other)
     if kept is not None and entering:
-        passes.keep_states(kept, session.frozen_states_bytes, places,
+        layout.keep_states(kept, session.frozen_states_bytes, places,
                            (samples.lengths - 1).tolist(), batch, entering[-1])
     return out, batch.tokens.numel()

@@ -17,8 +17,8 @@ from ppocli.data.prompt_set import PromptBatch, prompt_indices
 from ppocli.distributed.backend import without_autocast_cache
 from ppocli.distributed.ranks import Ranks, interleave
 from ppocli.errors import ConfigError, DivergedError
+from ppocli.models.head import vocabulary_of
 from ppocli.models.policy import Policy
-from ppocli.models.trunk import vocabulary_of
 from ppocli.ppo import step_metrics
 from ppocli.ppo.rollout import Chunk, measure
 from ppocli.ppo.session import EvalSession, Session
@@ -28,8 +28,14 @@ from ppocli.runs import faults
 from ppocli.runs.daemon import in_daemon, outcome_of
 from ppocli.runs.episode import DONE, without_environments
 from ppocli.sampling.sampler import GenerationModel, sample_chunks
-from ppocli.sampling.samples import Samples, decode_responses, places_of_ends
-from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, SamplingSpec
+from ppocli.sampling.samples import (
+    EVALUATION,
+    ROLLOUT,
+    Samples,
+    SamplingSpec,
+    decode_responses,
+    places_of_ends,
+)
 from ppocli.training.task import Evaluation, StepContext
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 from ppocli.config import algorithm, schema, schema_training
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import prompt_indices
-from ppocli.models.loading import chat_template
+from ppocli.models.loading.tokenizer import tokenizers_of
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
 from ppocli.ppo import rollout_sources, step, step_metrics
@@ -54,7 +54,7 @@ class PPOTask(task.Task):
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
-        self.judging = chat_template.tokenizers_of(session.reward)
+        self.judging = tokenizers_of(session.reward)
         self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
         self.examples = len(session.prompts) if self.cfg.ppo.epochs else None
         self.samples_per_pass = self.cfg.ppo.n * len(session.prompts)

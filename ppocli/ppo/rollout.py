@@ -16,7 +16,8 @@ from ppocli.config.algorithm import full_kl_in_loss, kl_estimator
 from ppocli.data.columns import joined, rows_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
-from ppocli.models import passes
+from ppocli.models import layout
+from ppocli.models import policy as policies
 from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences
 from ppocli.models.policy import Policy
@@ -220,19 +221,19 @@ def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Sa
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
         longest = session.backend.ranks.most(int(out.sequences.spans.max()))
         size, limit = max(1, min(size, limit // longest)), None
-    batches = passes.lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
+    batches = layout.lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
                                   tokens=limit)
     split, frozen = None, list[torch.Tensor | None]([None] * len(batches))
     if most_frozen_bytes and policy.split is not None:
         split, frozen = _frozen_inputs(policy, out, batches, most_frozen_bytes)
-    ours, theirs = list[passes.Scored](), list[passes.Scored]()
+    ours, theirs = list[policies.Scored](), list[policies.Scored]()
     with session.backend.autocast():
         if want_policy or want_values or whole:
             kept_at = split if reference is None else reference.split or split
             for i, one in enumerate(batches):
                 context.stop.check()
                 faults.point("scoring.forward", size)
-                ours.append(passes.score_policy(
+                ours.append(policies.score_policy(
                     policy, one, temperature=temperature, split=kept_at, want_logprobs=want_policy,
                     want_values=want_values, keep_hidden=whole))
                 frozen[i] = frozen[i] if ours[i].frozen_states is None else ours[i].frozen_states
@@ -242,27 +243,27 @@ def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Sa
                 for i, one in enumerate(batches):
                     context.stop.check()
                     faults.point("scoring.forward", size)
-                    theirs.append(passes.score_reference(
+                    theirs.append(policies.score_reference(
                         reference, view, one, head, temperature=temperature,
                         hidden=ours[i].states if whole else None, frozen_states=frozen[i],
                         split=split if view is policy.lm else None))
                     frozen[i] = theirs[i].frozen_states
-    logprobs = passes.spread(batches, ours, "logprobs", mask.shape) if want_policy else None
+    logprobs = layout.spread(batches, ours, "logprobs", mask.shape) if want_policy else None
     sampled = out.logprobs if logprobs is None else logprobs
-    ref_logprobs = sampled if reference is None else passes.spread(
+    ref_logprobs = sampled if reference is None else layout.spread(
         batches, theirs, "logprobs", mask.shape)
     kl = kl_per_token(sampled, ref_logprobs, estimator) if not whole else torch.zeros(mask.shape) \
-        if reference is None else passes.spread(batches, theirs, "full_kl", mask.shape)
+        if reference is None else layout.spread(batches, theirs, "full_kl", mask.shape)
     return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl * mask,
-            "values": passes.spread(batches, ours, "values", mask.shape) if want_values else None,
-            "frozen_states": [None] * len(mask) if split is None else passes.states_of_samples(
+            "values": layout.spread(batches, ours, "values", mask.shape) if want_values else None,
+            "frozen_states": [None] * len(mask) if split is None else layout.states_of_samples(
                 batches, frozen, len(mask), most_frozen_bytes),
-            "ref_states": passes.states_by_sample(
+            "ref_states": layout.states_by_sample(
                 batches, [one.states for one in theirs], mask.sum(1))
             if want_ref_states and theirs else []}
 
 
-def _frozen_inputs(policy: Policy, out: Samples, batches: list[passes.RowBatch], most: int
+def _frozen_inputs(policy: Policy, out: Samples, batches: list[layout.RowBatch], most: int
                    ) -> tuple[Any, list[torch.Tensor | None]]:
     """The layer at which passes are split, None where its inputs would take more than ``most``
     bytes; and [b, T, D] those of each batch that decoding has kept."""
@@ -271,7 +272,7 @@ def _frozen_inputs(policy: Policy, out: Samples, batches: list[passes.RowBatch],
     if 4 * width * sum(one.batch.tokens.numel() for one in batches) > most:
         return None, [None] * len(batches)
     kept = out.frozen_states
-    return policy.split, [None if kept is None else passes.known_states(
+    return policy.split, [None if kept is None else layout.known_states(
         kept, one.rows, one.batch) for one in batches]
 
 

@@ -28,8 +28,7 @@ from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
 from ppocli.ppo.step import collect_rollout
 from ppocli.sampling.sampler import AheadSampler, BegunSamples
-from ppocli.sampling.samples import Samples
-from ppocli.sampling.token_choice import ROLLOUT
+from ppocli.sampling.samples import ROLLOUT, Samples
 from ppocli.training.task import StepContext
 
 log = logging.getLogger("ppocli")
@@ -117,7 +116,7 @@ def collect_ahead(session: Session, context: StepContext, before: Ahead | None, 
         until: numbers of samples below this are the next step's.
 
     Raises:
-        SamplerError: no server is left.
+        SamplerError: a server is lost.
     """
     if before is None or before.episodes != episodes:
         before = _begin(session, episodes)

@@ -16,19 +16,18 @@ from ppocli.config.algorithm import (
 )
 from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
-from ppocli.distributed.backend import Backend
-from ppocli.distributed.oom_retry import PassRows
+from ppocli.distributed.backend import Backend, PassRows
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, InputError
-from ppocli.models import kernels, passes
-from ppocli.models.loading import chat_template, language_model, load_adapters, model_config
-from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.models.policy import AdapterReference, Policy, Reference
+from ppocli.models import kernels
+from ppocli.models.loading import language_model, load_adapters, model_config
+from ppocli.models.loading.tokenizer import decided, load_tokenizer, stop_clock, tokenizers_of
+from ppocli.models.policy import AdapterReference, Policy, Reference, frozen_split
 from ppocli.models.sharded_weights import is_sharded, one_gathered
-from ppocli.models.trunk import has_encoder, num_virtual_tokens
+from ppocli.models.trunk import has_encoder
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.samples import SamplingSpec
 from ppocli.sampling.vllm.vllm_sampler import check_engine
 from ppocli.supervised import supervised_task
 from ppocli.training import build_models, optimize, optimizers
@@ -143,11 +142,9 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
         return 2**31
     longest = longest_response(cfg)
     if longest >= limit:
-        count = num_virtual_tokens(lm)
-        with_virtual = f" beside its {count} virtual tokens" if count else ""
         key = "generation.max_new_tokens" if cfg.env.fn is None else "env.max_tokens"
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions{with_virtual}.", where=key,
+                          f"{limit} positions.", where=key,
                           fix=f"set {key} below {limit}")
     return limit if has_encoder(lm) else limit - longest
 
@@ -173,8 +170,8 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     from ppocli.rewards.scoring import build_metric, build_reward
 
     reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first, env=cfg.env)
-    for tokenizer in chat_template.tokenizers_of(reward):
-        chat_template.stop_clock(tokenizer, cfg.model.chat_template_date)
+    for tokenizer in tokenizers_of(reward):
+        stop_clock(tokenizer, cfg.model.chat_template_date)
     metric = build_metric(cfg.reward, objects.metric_fn, first=first)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
@@ -286,7 +283,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     # with the style of each function; the first rank alone may have built it
     cfg = replace(cfg, reward=backend.ranks.first_does(lambda: _with_stored_scale(reward)))
-    cfg = chat_template.decided(cfg, cfg.model.path, cfg.model.revision)
+    cfg = decided(cfg, cfg.model.path, cfg.model.revision)
     tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     plays = build_models.environment_of(cfg, prompts, eval_prompts)
@@ -305,7 +302,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     optimizer = optimizers.build_optimizer(policy, cfg.ppo)
     trained = optimize.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
-        policy.split = passes.frozen_split(policy)
+        policy.split = frozen_split(policy)
     reference = build_models.build_reference(cfg, backend, policy, tokenizer)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
@@ -335,7 +332,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
     model_cfg = model_config.policy_config(cfg.model, policy)
-    cfg = chat_template.decided(cfg, policy, model_cfg.revision)
+    cfg = decided(cfg, policy, model_cfg.revision)
     tokenizer = load_tokenizer(model_cfg)
     loaded = decoding.load_judged(model_cfg, cfg.hardware)
     language_model.fit_vocabulary(tokenizer, loaded.lm, model_cfg)

@@ -115,7 +115,7 @@ def load_model(folder: Path, trust_remote_code: bool) -> Any:
     import transformers
     from safetensors import safe_open
 
-    from ppocli.models.loading.peft_internals import load_frozen
+    from ppocli.models.loading.load_adapters import load_frozen
 
     base, revision = model_files.find_whole(str(folder), key="RUN")
     auto: Any = getattr(transformers, f"AutoModel{AUTO_CLASSES[task_of(folder)]}")
@@ -139,7 +139,7 @@ def save_model(plan: ExportPlan, folder: Path) -> str | None:
     an adapter's own folder."""
     import torch
 
-    from ppocli.models.loading import peft_internals
+    from ppocli.models.loading.load_adapters import merge
 
     copied, dtype = ["generation_config.json"], None
     if model_files.is_adapter(plan.source) and not plan.merge:
@@ -150,7 +150,7 @@ def save_model(plan: ExportPlan, folder: Path) -> str | None:
             # transformers imports deepspeed when it saves, which would guess and say so on stdout
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         model = load_model(plan.source, plan.trust_remote_code)
-        model = peft_internals.merge(model.float()) if plan.merge else model
+        model = merge(model.float()) if plan.merge else model
         model = model.to(getattr(torch, DTYPES[plan.dtype])) if plan.dtype else model
         model.save_pretrained(folder)
         dtype = str(model.dtype).removeprefix("torch.")

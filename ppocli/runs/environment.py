@@ -2,10 +2,9 @@
 ``ppocli env``. No host name, no user name, no secrets."""
 
 import os
-import pkgutil
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -71,25 +70,6 @@ def installed_version(name: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None
-
-
-def check_parts(library: str, parts: Iterable[str]) -> None:
-    """Refuse a library that has been changed inside, before a run starts on it.
-
-    Args:
-        parts: ``module:name.name`` each.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
-    for part in parts:
-        try:
-            pkgutil.resolve_name(part)
-        except (ImportError, AttributeError):
-            raise ConfigError(
-                f"{library} {installed_version(library)} does not fit this ppocli: it has no "
-                f"{part.replace(':', '.')}.", where=f"the installed {library}",
-                fix=f"install a version of {library} that this ppocli was tested with") from None
 
 
 def present_extras() -> Iterator[str]:

@@ -11,10 +11,14 @@ import torch
 
 from ppocli.data.prompt_set import padded_left
 from ppocli.distributed.backend import to_device, to_host
-from ppocli.models import transformers_internals, trunk
-from ppocli.sampling import decoding
-from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
-from ppocli.sampling.decoding import CHECK_EVERY, SHRINK_AT
+from ppocli.models import transformers_internals
+from ppocli.sampling.decode_state import (
+    CHECK_EVERY,
+    SHRINK_AT,
+    Decoder,
+    DecodeState,
+    LiveRows,
+)
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.sampling.token_graph import Feeding
 
@@ -27,33 +31,6 @@ Args:
         what is fed behind it, which may be nothing.
     limits: most tokens of each response, at least 1.
 """
-
-
-def decoded_turns(decoder: Decoder, noise: np.ndarray, method: trunk.Decoding,
-                  context: Callable[[], AbstractContextManager[Any]]) -> Conversation:
-    """Reads each context anew in every turn, by any loop.
-
-    Args:
-        noise: [N, most tokens] as :func:`ppocli.sampling.decoding.decode`; those of a sample are
-            used one after another, whichever turn a token is of.
-        context: in which a turn is computed.
-    """
-    token_counts = [0] * len(noise)
-
-    def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
-        tokens, mask = padded_left(contexts)
-        turn_noise = np.full((len(rows), max(limits)), 0.5)
-        for i, row in enumerate(rows):
-            row_noise = noise[row, token_counts[row]:][:limits[i]]
-            turn_noise[i, :len(row_noise)] = row_noise
-        with context():
-            out, = decoding.decode(decoder, tokens, mask, turn_noise, limits=list(limits),
-                                   method=method)
-        for row, ids in zip(rows, out.ids, strict=True):
-            token_counts[row] += len(ids)
-        return out
-
-    return answer
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +60,9 @@ class KeptKeys:
 
     Args:
         contexts: [N] ids to begin with.
-        noise: as of :func:`decoded_turns`, as is ``context``.
+        noise: [N, most tokens] as :func:`ppocli.sampling.sampler.decode`; those of a sample are
+            used one after another, whichever turn a token is of.
+        context: in which a turn is computed.
     """
 
     def __init__(self, decoder: Decoder, contexts: TokenRows, noise: np.ndarray,
@@ -93,8 +72,8 @@ class KeptKeys:
         """tokens of each that were there when its last turn was over"""
         self.device = decoder.lm.base_model.device
         tokens, mask = padded_left(contexts)
-        self.state = Stepped(decoder, tokens, mask, noise, None)
-        self.feeding = Feeding(self.state) if decoder.records else self.state
+        self.state = DecodeState(decoder, tokens, mask, noise, None)
+        self.graphs = Feeding(self.state) if decoder.records else None
         self.parked: list[IdleRows] = []
 
     @torch.no_grad()
@@ -107,17 +86,21 @@ class KeptKeys:
         state.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
         pieces: list[IdleRows] = []
         check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
-        passes, most, feeding = 0, max(limits), self.feeding
+        passes, most, graphs = 0, max(limits), self.graphs
         with self.context():
             while True:
-                feeding.token(live, most - passes)
+                if graphs is None:
+                    state.token(live)
+                else:
+                    graphs.token(live, most - passes)
                 passes += 1
                 if passes % check_every and passes < most:
                     continue
                 done, at = to_host(live.done, live.at)
                 left = int((~done).sum())
                 if left == 0 or left <= SHRINK_AT * len(live.rows):
-                    feeding.settle()
+                    if graphs is not None:
+                        graphs.settle()
                     pieces.append(self._park(live, done.nonzero().squeeze(-1)))
                     if left == 0:
                         break

@@ -1,19 +1,27 @@
-"""What decode loops work on: the model and how it samples (``Decoder``), the responses so far
-(``DecodeState``), and the rows fed next with their cached keys and values (``LiveRows``)."""
+"""Our decode loop, token by token with cached keys and values: the model and how it samples
+(``Decoder``), the responses so far (``DecodeState``), the rows fed next (``LiveRows``). Rows are
+dropped when they end, others take their places."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from ppocli.distributed.backend import to_device, to_host
-from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
-from ppocli.models.layer_stack import SplitPoint
-from ppocli.models.trunk import vocabulary_of
-from ppocli.sampling import samples, token_choice
+from ppocli.models import head, layout, transformers_internals, trunk
+from ppocli.models.trunk import SplitPoint
+from ppocli.sampling import samples
+from ppocli.sampling.token_graph import Feeding
 
+SHRINK_AT = 0.75
+"""rows that have ended are dropped, and others take their places, once at most this share of all is
+still alive"""
+CHECK_EVERY = 16
+"""tokens after which a device other than a CPU is asked which rows have ended, since it has to be
+waited for; what it has drawn behind their ends is left out"""
 CONTEXT = 4
 """tokens in front of those that are looked at, as much as a tokenizer lets their text depend on"""
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
@@ -26,7 +34,7 @@ class Decoder:
 
     lm: Any
     """a transformers causal LM or encoder-decoder in eval mode"""
-    spec: token_choice.SamplingSpec
+    spec: samples.SamplingSpec
     tokenizer: Any = None
     """finds stop sequences; not needed without any"""
     start: int | None = None
@@ -45,123 +53,6 @@ class Decoder:
     """from the number of rows that are still alive here to the most that are anywhere; decoding
     goes on until none is. For ranks whose forward passes must be equally many, which all decode the
     same number of rows at once and never refill"""
-
-
-class DecodeState:
-    """What has been drawn so far of the responses to N prompts, on the model's device.
-
-    Rows that have ended may be fed on: what is drawn for them then is left out.
-
-    Args:
-        prompt_tokens, prompt_mask: [N, Q], as :func:`ppocli.sampling.decoding.decode`.
-        uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.decoding.decode`.
-        limits: [N] most tokens of each response, or None.
-    """
-
-    frozen_states: torch.Tensor | None = None
-    """[N, Q + R, D] what entered the layer of :attr:`Decoder.split`"""
-
-    def __init__(self, decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                 uniform: Any, limits: Any) -> None:
-        self.decoder, self.prompt_tokens = decoder, prompt_tokens.shape[1]
-        device = decoder.lm.base_model.device
-        noise = to_device(torch.as_tensor(uniform, dtype=torch.float64), device)
-        count, self.steps = noise.shape
-        # what is drawn behind the end of a row goes to the column after the last, at the latest
-        self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
-        self.tokens, self.mask, self.logprobs, self.values = (
-            torch.zeros(count, self.steps + 1, dtype=kind, device=device)
-            for kind in (torch.long, torch.bool, torch.float32, torch.float32))
-        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
-        self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
-            to_device(torch.as_tensor(limits, dtype=torch.long), device)
-        self.vocabulary = vocabulary_of(decoder.lm)
-        self.gaps = self.vocabulary.gaps_on(device)
-        self.stops = to_device(torch.tensor(
-            [i for i in decoder.spec.stop_ids if i < self.vocabulary.size], dtype=torch.long),
-            device)
-        self.before: list[list[int]] = [[]] * count
-        """what the text of each response stands behind: the last tokens of its prompt"""
-        if decoder.spec.stop_sequences and decoder.start is None:
-            special = set(decoder.tokenizer.all_special_ids)
-            self.before = [[i for i in row[kept].tolist() if i not in special][-CONTEXT:]
-                           for row, kept in zip(prompt_tokens, prompt_mask, strict=True)]
-        self.penalises = decoder.spec.repetition_penalty != 1.0
-        if self.penalises:
-            # what stands before a response: its prompt, or the one token that a decoder starts from
-            self.context = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
-                          if decoder.start is None else
-                          torch.full((count, 1), decoder.start, device=device))
-
-    def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
-            hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw one more token of some rows.
-
-        Args:
-            rows: [b] their places among all.
-            at: [b] how many tokens each has.
-            done: [b] bool, true where the response has ended before.
-            logits: [b, V] of all rows of the output embedding.
-            hidden: [b, D] the states before the token; not needed without a value head.
-
-        Returns:
-            The tokens [b], and bool [b] that is true where the response has ended now.
-        """
-        spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
-        logits = self.vocabulary.cut(logits, self.gaps)
-        seen = self._seen(rows, logits.shape[1]) if self.penalises else None
-        chosen, logprobs = token_choice.choose(logits, self.noise[rows, at], spec, at, self.stops,
-                                               seen)
-        self.tokens[rows, at] = torch.where(alive, chosen, 0)
-        self.mask[rows, at] = alive
-        self.logprobs[rows, at] = torch.where(alive, logprobs, 0.0)
-        if value_head is not None:
-            self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
-        ended = torch.isin(chosen, self.stops)
-        if spec.stop_sequences:
-            ended |= self._ends_with_stop(rows, at)
-        self.finished[rows] |= alive & ended
-        return chosen, done | ended | (self.limits[rows] <= at + 1)
-
-    def _seen(self, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """[b, V] bool: the tokens that are in the prompt or the response so far."""
-        tokens = torch.where(self.mask[rows], self.tokens[rows], -1)
-        ids = torch.cat([self.context[rows], tokens], dim=1)
-        # the column behind the last takes what is no token, and those that have no logit
-        places = torch.where((ids < 0) | (ids > vocabulary), vocabulary, ids)
-        seen = torch.zeros(len(rows), vocabulary + 1, dtype=torch.bool, device=ids.device)
-        return seen.scatter_(1, places, True)[:, :vocabulary]
-
-    def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """[b] bool: a stop sequence is complete within the newest tokens of each row, and was not
-        before there were ``min_new_tokens``.
-
-        Looked for in decoded text, since a tokenizer may cut the same text in several ways.
-        """
-        spec = self.decoder.spec
-        # a token holds at least one byte, and a few more are for context
-        window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
-        places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
-        newest, numbers, ats = (stops.tolist() for stops in to_host(
-            self.tokens[rows[:, None], places.clamp(min=0)], rows, at))
-        starts = [max(last + 1 - window, 0) for last in ats]
-        stops = samples.texts_and_stops(
-            self.decoder.tokenizer,
-            [[] if start else self.before[row]
-             for row, start in zip(numbers, starts, strict=True)],
-            [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
-            spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
-        return to_device(torch.tensor([place is not None for _, place in stops]), at.device)
-
-    def generation(self, rows: slice) -> samples.Generation:
-        """The responses in these places, all of which have ended."""
-        finished, *columns = to_host(self.finished[rows], *(
-            one[rows, :self.steps] for one in (self.tokens, self.logprobs, self.values, self.mask)))
-        width = max(int(columns[-1].sum(1).max()), 1)
-        tokens, logprobs, values, mask = (one[:, :width] for one in columns)
-        return samples.Generation(
-            tokens, mask, logprobs, values, finished, None if self.frozen_states is None else
-            self.frozen_states[rows, :self.prompt_tokens + width - 1])
 
 
 @dataclass(slots=True)
@@ -234,18 +125,126 @@ def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (width - count, 0), value=False)
 
 
-class Stepped(DecodeState):
-    """Responses that are drawn by feeding live rows to a model."""
+class DecodeState:
+    """The responses to N prompts so far, on the model's device, and how live rows are fed to it.
 
-    def __init__(self, decoder: Decoder, *arguments: Any) -> None:
-        super().__init__(decoder, *arguments)
-        lm = decoder.lm
+    Rows that have ended may be fed on: what is drawn for them then is left out.
+
+    Args:
+        prompt_tokens, prompt_mask: [N, Q], as :func:`ppocli.sampling.sampler.decode`.
+        uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.sampler.decode`.
+        limits: [N] most tokens of each response, or None.
+    """
+
+    frozen_states: torch.Tensor | None = None
+    """[N, Q + R, D] what entered the layer of :attr:`Decoder.split`"""
+
+    def __init__(self, decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                 uniform: Any, limits: Any) -> None:
+        lm, self.decoder, self.prompt_tokens = decoder.lm, decoder, prompt_tokens.shape[1]
+        device = lm.base_model.device
+        noise = to_device(torch.as_tensor(uniform, dtype=torch.float64), device)
+        count, self.steps = noise.shape
+        # what is drawn behind the end of a row goes to the column after the last, at the latest
+        self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
+        self.tokens = torch.zeros(count, self.steps + 1, dtype=torch.long, device=device)
+        self.mask = torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.logprobs = torch.zeros_like(self.tokens, dtype=torch.float32)
+        self.values = torch.zeros_like(self.logprobs)
+        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
+        self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
+            to_device(torch.as_tensor(limits, dtype=torch.long), device)
+        self.vocabulary = head.vocabulary_of(lm)
+        self.gaps = self.vocabulary.gaps_on(device)
+        stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long)
+        self.stops = to_device(stops[stops < self.vocabulary.size], device)
         self.logits = head.DecodingHead(lm)
-        self.virtual = trunk.virtual_tokens(lm)
-        self._module = lm.get_decoder() if trunk.has_encoder(lm) else lm.base_model
+        self._module = lm.base_model if decoder.start is None else lm.get_decoder()
         self._cache_name = transformers_internals.cache_name(self._module)
         self._takes_positions = "position_ids" in inspect.signature(
             lm.base_model.forward).parameters
+        self.before: list[list[int]] = [[]] * count
+        """what the text of each response stands behind: the last tokens of its prompt"""
+        if decoder.spec.stop_sequences and decoder.start is None:
+            special = set(decoder.tokenizer.all_special_ids)
+            self.before = [[i for i in row[kept].tolist() if i not in special][-CONTEXT:]
+                           for row, kept in zip(prompt_tokens, prompt_mask, strict=True)]
+        self.penalises = decoder.spec.repetition_penalty != 1.0
+        if self.penalises:
+            # what stands before a response: its prompt, or the one token that a decoder starts from
+            self.context = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
+                          if decoder.start is None else
+                          torch.full((count, 1), decoder.start, device=device))
+
+    def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
+            hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one more token of some rows.
+
+        Args:
+            rows: [b] their places among all.
+            at: [b] how many tokens each has.
+            done: [b] bool, true where the response has ended before.
+            logits: [b, V] of all rows of the output embedding.
+            hidden: [b, D] the states before the token; not needed without a value head.
+
+        Returns:
+            The tokens [b], and bool [b] that is true where the response has ended now.
+        """
+        spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
+        logits = self.vocabulary.cut(logits, self.gaps)
+        seen = self._seen(rows, logits.shape[1]) if self.penalises else None
+        chosen, logprobs = samples.choose(logits, self.noise[rows, at], spec, at, self.stops, seen)
+        self.tokens[rows, at] = torch.where(alive, chosen, 0)
+        self.mask[rows, at] = alive
+        self.logprobs[rows, at] = torch.where(alive, logprobs, 0.0)
+        if value_head is not None:
+            self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
+        ended = torch.isin(chosen, self.stops)
+        if spec.stop_sequences:
+            ended |= self._ends_with_stop(rows, at)
+        self.finished[rows] |= alive & ended
+        return chosen, done | ended | (self.limits[rows] <= at + 1)
+
+    def _seen(self, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """[b, V] bool: the tokens that are in the prompt or the response so far."""
+        tokens = torch.where(self.mask[rows], self.tokens[rows], -1)
+        ids = torch.cat([self.context[rows], tokens], dim=1)
+        # the column behind the last takes what is no token, and those that have no logit
+        places = torch.where((ids < 0) | (ids > vocabulary), vocabulary, ids)
+        seen = torch.zeros(len(rows), vocabulary + 1, dtype=torch.bool, device=ids.device)
+        return seen.scatter_(1, places, True)[:, :vocabulary]
+
+    def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """[b] bool: a stop sequence is complete within the newest tokens of each row, and was not
+        before there were ``min_new_tokens``.
+
+        Looked for in decoded text, since a tokenizer may cut the same text in several ways.
+        """
+        spec = self.decoder.spec
+        # a token holds at least one byte, and a few more are for context
+        window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
+        places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
+        newest, numbers, ats = (stops.tolist() for stops in to_host(
+            self.tokens[rows[:, None], places.clamp(min=0)], rows, at))
+        starts = [max(last + 1 - window, 0) for last in ats]
+        stops = samples.texts_and_stops(
+            self.decoder.tokenizer,
+            [[] if start else self.before[row]
+             for row, start in zip(numbers, starts, strict=True)],
+            [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
+            spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
+        return to_device(torch.tensor([place is not None for _, place in stops]), at.device)
+
+    def generation(self, rows: slice) -> samples.Generation:
+        """The responses in these places, all of which have ended."""
+        finished, tokens, logprobs, values, mask = to_host(
+            self.finished[rows], self.tokens[rows], self.logprobs[rows], self.values[rows],
+            self.mask[rows, :self.steps])
+        width = max(int(mask.sum(1).max()), 1)
+        return samples.Generation(
+            tokens[:, :width], mask[:, :width], logprobs[:, :width], values[:, :width], finished,
+            None if self.frozen_states is None else
+            self.frozen_states[rows, :self.prompt_tokens + width - 1])
 
     def first_rows(self, rows: range, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor
                    ) -> LiveRows:
@@ -268,7 +267,6 @@ class Stepped(DecodeState):
             "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
             "done": torch.zeros(count, dtype=torch.bool, device=device),
             "padding": (~cpu_mask).sum(1)}
-        cache: Any = None
         if start is not None:
             tokens, mask = layout.right_padded(tokens, mask)
             encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
@@ -277,22 +275,12 @@ class Stepped(DecodeState):
                 **columns, attention=None, inputs=torch.full((count, 1), start, device=device),
                 positions=torch.zeros(count, 1, dtype=torch.long, device=device), cache=cache,
                 encoded=encoded.last_hidden_state, encoder_mask=mask.long())
-        before = 0
-        if (virtual := self.virtual) is not None:  # the cache may begin with theirs
-            before, cache = virtual.count, virtual.cache(count) if virtual.in_cache else None
-            columns["padding"] = torch.zeros_like(columns["padding"])  # which all rows look at
-        cache = give_room(DynamicCache(config=lm.config) if cache is None else cache,
-                          self.prompt_tokens + self.steps + before - 1)
-        seen = torch.nn.functional.pad(mask, (before, 0), value=True)
-        return LiveRows(**columns, inputs=tokens, attention=None if bool(cpu_mask.all()) else seen,
-                        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before, cache=cache)
+        cache = give_room(DynamicCache(config=lm.config), self.prompt_tokens + self.steps - 1)
+        return LiveRows(**columns, inputs=tokens, attention=None if bool(cpu_mask.all()) else mask,
+                        positions=(mask.long().cumsum(1) - 1).clamp(min=0), cache=cache)
 
-    def token(self, live: LiveRows, most: int = 0) -> None:
-        """Feed the live rows and draw one more token of each.
-
-        Args:
-            most: as of :meth:`ppocli.sampling.token_graph.Feeding.token`; not needed here.
-        """
+    def token(self, live: LiveRows) -> None:
+        """Feed the live rows and draw one more token of each."""
         self.decoder.poll()
         chosen, live.done = self.draw(live)
         live.inputs = chosen[:, None]
@@ -305,44 +293,30 @@ class Stepped(DecodeState):
         if self.decoder.watch is not None:
             self.decoder.watch(self.tokens, self.mask)
 
-    def settle(self) -> None:
-        """Without a recorded graph nothing has to end before rows join or leave."""
-
     def draw(self, live: LiveRows) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`token`; the rows themselves stay as they are.
 
         Returns:
-            the tokens and which responses have ended, as of :meth:`DecodeState.add`.
+            the tokens and which responses have ended, as of :meth:`add`.
         """
-        at, split = live.at.clamp(max=self.steps), self.decoder.split
-        if split is None:
-            hidden = self._hidden(live)
-        else:
-            with layer_stack.inputs_at(split, self.decoder.lm) as entering:
-                hidden = self._hidden(live)
-            self._keep_frozen_states(live, at, entering[-1])
-        return self.add(live.rows, at, live.done, self.logits(hidden), hidden)
-
-    def _hidden(self, live: LiveRows) -> torch.Tensor:
-        """[b, D] the trunk's output at the newest position of every live row."""
-        lm = self.decoder.lm
+        lm, split = self.decoder.lm, self.decoder.split
+        at, mask = live.at.clamp(max=self.steps), live.attention
         arguments: dict[str, Any] = {"input_ids": live.inputs, self._cache_name: live.cache,
                                      "use_cache": True}
         if live.encoded is not None:
-            out = self._module(encoder_hidden_states=live.encoded,
-                               encoder_attention_mask=live.encoder_mask, **arguments)
-            return out.last_hidden_state[:, -1]
-        positions, virtual = live.positions, self.virtual
-        if virtual is not None and not virtual.in_cache and not live.cache.get_seq_length():
-            del arguments["input_ids"]
-            arguments["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(live.inputs))
-            first = torch.arange(virtual.count, device=positions.device)
-            positions = torch.cat([first.expand(len(positions), -1), positions], dim=1)
-        if (mask := live.attention) is not None:
+            arguments |= {"encoder_hidden_states": live.encoded,
+                          "encoder_attention_mask": live.encoder_mask}
+        elif self._takes_positions:
+            arguments["position_ids"] = live.positions
+        if mask is not None:
             arguments["attention_mask"] = mask.long() if mask.dim() == 2 else mask
-        if self._takes_positions:
-            arguments["position_ids"] = positions
-        return self._module(**arguments).last_hidden_state[:, -1]
+        taps: AbstractContextManager[list[torch.Tensor]] = (
+            nullcontext([]) if split is None else trunk.inputs_at(split, lm))
+        with taps as entering:
+            hidden = self._module(**arguments).last_hidden_state[:, -1]
+        if entering:
+            self._keep_frozen_states(live, at, entering[-1])
+        return self.add(live.rows, at, live.done, self.logits(hidden), hidden)
 
     def _keep_frozen_states(self, live: LiveRows, at: torch.Tensor, states: torch.Tensor) -> None:
         """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
@@ -352,3 +326,59 @@ class Stepped(DecodeState):
         width = live.inputs.shape[1]
         places = self.prompt_tokens - width + at[:, None] + torch.arange(width, device=at.device)
         self.frozen_states[live.rows[:, None], places] = states[:, -width:]
+
+
+@torch.no_grad()
+def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                    uniform: Any, *, limits: Any, at_once: int, chunk: int
+                    ) -> Iterator[samples.Generation]:
+    """As :func:`ppocli.sampling.sampler.decode`, by our own loop.
+
+    Rows that have ended are dropped, and the next prompts take their places where the model can do
+    that; else they wait for the last of them.
+    """
+    lm, count = decoder.lm, len(prompt_tokens)
+    state = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    # keys and values of rows under way are moved to the right then, behind padding: not with an
+    # encoder, nor where a layer keeps something else
+    refills = (at_once < count and decoder.all_alive is int and decoder.start is None
+               and transformers_internals.caches_all_keys(lm))
+    check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
+    graphs = Feeding(state) if decoder.records else None
+    live: LiveRows | None = None
+    started = passes = handed = 0
+
+    while live is not None or started < count:
+        if live is None or (refills and started < count and len(live.rows) < at_once):
+            if graphs is not None:
+                graphs.settle()
+            free = at_once if live is None else at_once - len(live.rows)
+            fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
+                                     prompt_mask)
+            started += len(fresh.rows)
+            state.token(fresh)
+            if live is None:
+                live = fresh
+            else:
+                live.take_in(fresh)
+        elif graphs is not None:
+            graphs.token(live, state.steps - live.youngest)
+        else:
+            state.token(live)
+        passes += 1
+        if passes % check_every and live.youngest < state.steps:
+            continue
+        rows, at, done = to_host(live.rows, live.at, live.done)
+        remaining = int((~done).sum())
+        drops = remaining <= SHRINK_AT * len(live.rows) and len(live.rows) > 1
+        ended = int(rows[~done].min()) if count > chunk and remaining else 0
+        if decoder.all_alive(remaining) == 0:
+            live, ended = None, started
+        if graphs is not None and (live is None or drops or min(handed + chunk, count) <= ended):
+            graphs.settle()  # whoever takes a chunk leaves the autocast context meanwhile
+        if live is not None and drops:
+            live.drop_done(done, at)
+        while handed < count and min(handed + chunk, count) <= ended:
+            end = min(handed + chunk, count)
+            yield state.generation(slice(handed, end))
+            handed = end

@@ -1,12 +1,8 @@
-"""Decoding with our own loop or, where that gives wrong results, with transformers'; loading models
-to sample from, where a test determines which of them is right.
-
-Our loop decodes token by token with cached keys and values: prompts to sampled responses, with
-logprobs and values from the same pass. Rows are dropped when they end, others take their places.
-"""
+"""Loading models to sample from: a trial determines whether our own loop decodes them or, where
+that gives wrong results, transformers' does."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,50 +10,19 @@ import torch
 
 from ppocli.config import algorithm, schema
 from ppocli.config.text import first_line
-from ppocli.distributed.backend import to_host
-from ppocli.errors import ConfigError, InputError
-from ppocli.models import layout, transformers_internals, trunk
+from ppocli.errors import InputError
+from ppocli.models import layout, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading import language_model
 from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype
 from ppocli.models.loading.load_adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.model_config import check_text_alone, max_positions
-from ppocli.models.transformers_internals import allows_gaps
 from ppocli.runs.model_files import is_adapter
-from ppocli.sampling import samples, token_choice, transformers_generate
-from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
-from ppocli.sampling.samples import Generation
-from ppocli.sampling.token_graph import Feeding
+from ppocli.sampling.decode_state import Decoder
+from ppocli.sampling.sampler import decode
+from ppocli.sampling.samples import SamplingSpec
 
 log = logging.getLogger("ppocli")
-
-
-def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
-           *, limits: Any = None, at_once: int | None = None, chunk: int | None = None,
-           method: trunk.Decoding | None = None) -> Iterator[samples.Generation]:
-    """Sample one response per prompt.
-
-    Args:
-        prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
-        limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
-        at_once: most rows that are decoded together (default: all).
-        chunk: prompts whose responses are yielded together (default: all).
-        method: by which loop (default: the one that suits the model).
-
-    Yields:
-        the responses to the next ``chunk`` prompts as soon as these have all ended, in their order,
-        while later ones are still to be decoded; each R = its longest response (at least 1).
-    """
-    count = len(prompt_tokens)
-    how: dict[str, Any] = {"limits": limits, "at_once": min(at_once or count, count),
-                           "chunk": chunk or count}
-    method = method or trunk.decoding_of(decoder.lm)
-    if method is trunk.Decoding.STEPS:
-        return decode_in_steps(decoder, prompt_tokens, prompt_mask, uniform, **how)
-    return transformers_generate.decode_by_transformers(
-        decoder, prompt_tokens, prompt_mask, uniform, **how,
-        cached=method is trunk.Decoding.LIBRARY)
 
 
 def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float32,
@@ -72,7 +37,6 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
 
     Raises:
         InputError: as there; or no way of decoding is right.
-        ConfigError: the model has virtual tokens, which transformers' loop would leave out.
     """
     loaded = (language_model.load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if lm is None
               else language_model.take_lm(cfg, lm.to(dtype)))
@@ -82,7 +46,6 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
                          "it is sampled than in one pass over prompt and response: its states look "
                          "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
                          fix="use a causal language model")
-    check_steps(lm, virtual=trunk.num_virtual_tokens(lm) > 0)
     return loaded
 
 
@@ -102,7 +65,7 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     kind = algorithm.adapter_kind(cfg)
     dtype = DTYPES[hardware.weights] if kind is None else frozen_dtype(cfg, hardware)
     settings = algorithm.adapter_settings(cfg)
-    goes_on = None if kind is None else {"type": kind, **settings}
+    goes_on = None if kind is None else settings
     if scores:
         loaded = language_model.load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)
     else:
@@ -116,14 +79,9 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     if kind is None:
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
-    config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm), revision=cfg.revision,
-                         tokenizer=loaded.lm.config.name_or_path, scores=scores)
-    check_steps(loaded.lm, virtual=kind != "lora")
-    made = replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
-    if kind != "lora" and not scores:  # they may not fit the model's cache or embeddings
-        try_decoding(loaded.lm, None)
-        check_steps(loaded.lm, virtual=True)
-    return made
+    config = peft_config(settings, pair=trunk.has_encoder(loaded.lm), revision=cfg.revision,
+                         scores=scores)
+    return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
 
 
 def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> LoadedLM:
@@ -133,26 +91,6 @@ def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> Loa
                             else DTYPES[hardware.weights])
     say_decoding(loaded.lm)
     return loaded
-
-
-def check_steps(lm: Any, *, virtual: bool) -> None:
-    """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
-    them out; and where the padding of shorter prompts would push them out of sight.
-
-    Raises:
-        ConfigError: the model has, or is to have, virtual tokens and can't be stepped with them.
-    """
-    if not virtual:
-        return
-    steps = trunk.decoding_of(lm) is trunk.Decoding.STEPS
-    if steps and allows_gaps(lm):
-        return
-    name = type(lm).__name__
-    raise ConfigError(f"{name} has windows of attention, or counts padding: virtual tokens before "
-                      "shorter prompts would weigh less, or nothing." if steps else
-                      f"{name} can't be stepped with virtual tokens by ppocli's own loop, which "
-                      "they need.",
-                      where="model.peft.type", fix="set model.peft.type=lora, or train all weights")
 
 
 def say_decoding(lm: Any) -> None:
@@ -211,7 +149,7 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
     mask = torch.arange(half).flip(0)[None, :] < lengths[:, None]
     vocabulary = min(11, lm.get_input_embeddings().weight.shape[0] - 1)
     tokens = 1 + torch.arange(mask.numel()).view(-1, half) % vocabulary
-    spec = token_choice.SamplingSpec(max_new_tokens=half, stop_ids=())
+    spec = SamplingSpec(max_new_tokens=half, stop_ids=())
     project = torch.randn(head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     project = (project / project.norm()).to(device)
     noise = torch.linspace(0.05, 0.95, mask.shape[0] * half, dtype=torch.float64).view(-1, half)
@@ -235,64 +173,3 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
 def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Between two [N], the root of the mean square."""
     return float((actual - expected).square().mean().sqrt())
-
-
-SHRINK_AT = 0.75
-"""rows that have ended are dropped, and others take their places, once at most this share of all is
-still alive"""
-CHECK_EVERY = 16
-"""tokens after which a device other than a CPU is asked which rows have ended, since it has to be
-waited for; what it has drawn behind their ends is left out"""
-
-
-@torch.no_grad()
-def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                    uniform: Any, *, limits: Any, at_once: int, chunk: int) -> Iterator[Generation]:
-    """As :func:`ppocli.sampling.decoding.decode`, by our own loop.
-
-    Rows that have ended are dropped, and the next prompts take their places where the model can do
-    that; else they wait for the last of them.
-    """
-    lm, count = decoder.lm, len(prompt_tokens)
-    state = Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
-    # keys and values of rows under way are moved to the right then, behind padding: not with an
-    # encoder, nor where a layer keeps something else
-    refills = (at_once < count and decoder.all_alive is int and decoder.start is None
-               and transformers_internals.caches_all_keys(lm))
-    check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
-    feeding = Feeding(state) if decoder.records else state
-    live: LiveRows | None = None
-    started = passes = handed = 0
-
-    while live is not None or started < count:
-        if live is None or (refills and started < count and len(live.rows) < at_once):
-            feeding.settle()
-            free = at_once if live is None else at_once - len(live.rows)
-            fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
-                                     prompt_mask)
-            started += len(fresh.rows)
-            state.token(fresh)
-            if live is None:
-                live = fresh
-            else:
-                live.take_in(fresh)
-        else:
-            feeding.token(live, state.steps - live.youngest)
-        passes += 1
-        if passes % check_every and live.youngest < state.steps:
-            continue
-        rows, at, done = to_host(live.rows, live.at, live.done)
-        remaining = int((~done).sum())
-        if decoder.all_alive(remaining) == 0:
-            live, ended = None, started
-            feeding.settle()
-        else:
-            ended = int(rows[~done].min()) if count > chunk and remaining else 0
-            if remaining <= SHRINK_AT * len(live.rows) and len(live.rows) > 1:
-                feeding.settle()
-                live.drop_done(done, at)
-        while handed < count and min(handed + chunk, count) <= ended:
-            end = min(handed + chunk, count)
-            feeding.settle()  # whoever asks leaves the autocast context meanwhile
-            yield state.generation(slice(handed, end))
-            handed = end

@@ -4,12 +4,10 @@ A sample is then tokens of which the policy has said some: prompt and observatio
 no loss, no KL and no advantage knows of them. What it said stays the ids that it sampled.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,13 +32,7 @@ from ppocli.runs.daemon import in_daemon, outcome_of
 from ppocli.runs.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import GenerationModel, Sampler
-from ppocli.sampling.samples import Samples, decode_responses
-from ppocli.sampling.token_choice import SamplingSpec
-
-log = logging.getLogger("ppocli")
-
-SILENT_TURNS = 3
-"""turns in a row without text that are worth a warning"""
+from ppocli.sampling.samples import Samples, SamplingSpec, decode_responses
 
 
 @dataclass(slots=True)
@@ -98,7 +90,6 @@ class EpisodeSampler:
         self.words = ChatWords(tokenizer, calls.what.tools) if chat else PlainWords(tokenizer)
         self.repeatable = inner.repeatable and calls.what.deterministic
         self.logprobs_match = inner.logprobs_match
-        self._warned_of_silence = False
 
     def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
         """As :class:`~ppocli.sampling.sampler.Sampler`."""
@@ -132,22 +123,7 @@ class EpisodeSampler:
                     live[g] = [game for game in live[g] if game.ended is None]
                     texts = self._turn(talk, live[g], spec)
                     waiting[g] = self._call_environments(live[g], texts, stream, stop)
-        self._warn_of_silence(games)
         return samples_of(games)
-
-    def _warn_of_silence(self, games: Sequence[Game]) -> None:
-        """Say once that episodes have several turns in a row without any text."""
-        silent = [game.episode for game in games if _longest_silence(game.turns) >= SILENT_TURNS]
-        if not silent or self._warned_of_silence:
-            return
-        self._warned_of_silence = True
-        log.warning("The policy says nothing for %d turns in a row in %d of %d episodes (the "
-                    "first: episode %d): these turns are a stop token or special tokens alone, and "
-                    "the environment gets an empty text. Look at the turns in samples.jsonl. Usual "
-                    "causes: the prompt or the observations don't end where the model begins its "
-                    "turns (a chat model needs prompts.chat=true); generation.stop_sequences has a "
-                    "text that turns begin with; the model hasn't learnt to answer (ppocli sft, or "
-                    "generation.min_new_tokens).", SILENT_TURNS, len(silent), len(games), silent[0])
 
     def _groups(self, games: list[Game]) -> list[list[Game]]:
         """Which episodes take their turns together: all, or halves that do so in turn where calls
@@ -229,12 +205,6 @@ class EpisodeSampler:
         game.turns.append(Turn(text, len(game.actions) - before, step.reward, between.text,
                                0 if game.ended else len(between.ids), step.failed,
                                between.messages))
-
-
-def _longest_silence(turns: Sequence[Turn]) -> int:
-    """Most turns in a row without any text."""
-    return max((len(list(run)) for silent, run in groupby(
-        turns, lambda turn: not turn.response.strip()) if silent), default=0)
 
 
 def samples_of(games: Sequence[Game]) -> Samples:

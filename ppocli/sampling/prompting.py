@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,9 +13,14 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Generation, TokenRows, decode_responses
-from ppocli.sampling.token_choice import USER, SamplingSpec, uniform
+from ppocli.sampling.sampler import decode
+from ppocli.sampling.samples import (
+    USER,
+    SamplingSpec,
+    TokenRows,
+    decode_responses,
+    uniform,
+)
 
 BATCH = 64
 """samples decoded together"""
@@ -39,21 +44,6 @@ class Answer:
     """the sampled ids, through the one that ended the response"""
     finished: bool
     """whether a stop token or stop sequence ended it"""
-
-
-class Servers(Protocol):
-    """A sampler whose servers answer prompts, of :mod:`ppocli.sampling.vllm`."""
-
-    def answer(self, contexts: TokenRows, spec: SamplingSpec, seed: int, stream: int,
-               episodes: Sequence[int], poll: Callable[[], None]) -> Generation:
-        """One whole response to each of these ids.
-
-        Args:
-            poll: called every now and then; may raise to stop.
-
-        Raises:
-            SamplerError: no server is left.
-        """
 
 
 class TextStream:
@@ -146,7 +136,7 @@ def _show_piece(stream: TextStream, show: Callable[[str], None], tokens: torch.T
 
 def answer_prompts(decoder: Decoder, prompts: TokenRows, *, seed: int, num_samples: int = 1,
                    first: int = 0, batch: int = BATCH, show: Callable[[str], None] | None = None,
-                   servers: Servers | None = None) -> Iterator[list[Answer]]:
+                   servers: Any = None) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:
@@ -157,11 +147,12 @@ def answer_prompts(decoder: Decoder, prompts: TokenRows, *, seed: int, num_sampl
         batch: samples decoded together.
         show: handed the text of a single response piece by piece, as it is certain; as a whole
             where servers sample it.
-        servers: what samples in place of our own loop, while it acts.
+        servers: the :class:`ppocli.sampling.vllm.vllm_sampler.VllmSampler` that samples in place of
+            our own loop, while it acts.
 
     Raises:
         DivergedError: the model's probabilities are not finite.
-        SamplerError: no server is left.
+        SamplerError: a server is lost.
     """
     tokenizer, spec, total = decoder.tokenizer, decoder.spec, len(prompts) * num_samples
     for done in range(0, total, batch):

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import torch
+
 from ppocli.config import algorithm, schema
-from ppocli.data.prompt_set import PromptBatch
-from ppocli.distributed.backend import Backend
-from ppocli.distributed.oom_retry import PassRows
+from ppocli.data.prompt_set import PromptBatch, padded_left
+from ppocli.distributed.backend import Backend, PassRows
 from ppocli.distributed.ranks import is_out_of_memory
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
-from ppocli.models import layer_stack, trunk
+from ppocli.models import trunk
 from ppocli.models.kernels import packed_weights
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
@@ -25,11 +27,18 @@ from ppocli.models.sharded_weights import gathered_policy, head_parameters, held
 from ppocli.models.transformers_internals import allows_gaps
 from ppocli.runs import faults
 from ppocli.sampling import token_graph
-from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
-from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Samples, TokenRows, single_turn
-from ppocli.sampling.token_choice import SamplingSpec, lengths, uniform
+from ppocli.sampling.conversation import Conversation, KeptKeys
+from ppocli.sampling.decode_state import Decoder, decode_in_steps
+from ppocli.sampling.samples import (
+    Generation,
+    Samples,
+    SamplingSpec,
+    TokenRows,
+    lengths,
+    single_turn,
+    uniform,
+)
+from ppocli.sampling.transformers_generate import decode_by_transformers
 
 T = TypeVar("T")
 
@@ -41,7 +50,7 @@ class GenerationModel:
     lm: Any
     value_head: Any = None
     """computes the values, if the sampler supports it"""
-    split: layer_stack.SplitPoint | None = None
+    split: trunk.SplitPoint | None = None
     """the layer whose inputs to keep (:attr:`Samples.frozen_states`), if the sampler supports it"""
 
 
@@ -65,7 +74,7 @@ class Sampler(Protocol):
         prompts, as soon as a chunk is complete.
 
         Args:
-            stream: of :mod:`ppocli.sampling.token_choice`; with a prompt's number it decides random
+            stream: of :mod:`ppocli.sampling.samples`; with a prompt's number it decides random
             numbers.
             at_once: maximum number of samples generated together.
 
@@ -134,12 +143,10 @@ def check_stop(stop: StopFlag, rows: int) -> None:
 
 class DecodeSampler:
     """Our own decode loop, or transformers' for models that our loop can't decode. Random numbers
-    come from :func:`ppocli.sampling.token_choice.uniform`, so that a sample doesn't depend on the
+    come from :func:`ppocli.sampling.samples.uniform`, so that a sample doesn't depend on the
     chunk size, the number of ranks or the order in which rows end."""
 
     repeatable = True
-    by_library = False
-    """whether transformers decodes models that our loop can decode, too"""
 
     def __init__(self, setup: SamplerSetup) -> None:
         self.setup = setup
@@ -175,12 +182,10 @@ class DecodeSampler:
         Raises:
             ConfigError: the model is in parts, and decodes whole only.
         """
-        setup, lm, method = self.setup, model.lm, trunk.decoding_of(model.lm)
+        setup, lm = self.setup, model.lm
         seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
-        if self.by_library and method is trunk.Decoding.STEPS:
-            method = trunk.Decoding.LIBRARY
         in_parts = backend.zero_stage == 3 and is_sharded(lm)
-        if in_parts and method is not trunk.Decoding.STEPS:
+        if in_parts and trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
             # such models read weights past the layers that would gather them
             raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "
                               "can't put weights together layer by layer.",
@@ -193,7 +198,7 @@ class DecodeSampler:
                           all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         parts = decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
-                       at_once=at_once, chunk=chunk, method=method)
+                       at_once=at_once, chunk=chunk)
         with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
             done = 0
             for out in stepped(parts, backend.autocast):
@@ -205,30 +210,65 @@ class DecodeSampler:
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
                  stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`Sampler`."""
-        setup, lm, method = self.setup, model.lm, trunk.decoding_of(model.lm)
+        setup, lm = self.setup, model.lm
         decoder = Decoder(lm, spec, setup.tokenizer, None, model.value_head,
                           poll=partial(check_stop, stop, len(contexts)), records=self.records)
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
-        if self.by_library and method is trunk.Decoding.STEPS:
-            method = trunk.Decoding.LIBRARY
         with packed_weights(lm, DTYPES[setup.backend.precision]):
-            keeps = method is trunk.Decoding.STEPS and allows_gaps(lm) and not spec.looks_back
+            keeps = (trunk.decoding_of(lm) is trunk.Decoding.STEPS and allows_gaps(lm)
+                     and not spec.looks_back)
             yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast).speak if keeps else
-                   decoded_turns(decoder, noise, method, setup.backend.autocast))
+                   decoded_turns(decoder, noise, setup.backend.autocast))
 
 
-class TransformersSampler(DecodeSampler):
-    """transformers' own ``generate`` for every model, prompts of one length at a time; the same
-    random numbers give the same samples as our loop, up to rounding."""
+def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
+           *, limits: Any = None, at_once: int | None = None, chunk: int | None = None
+           ) -> Iterator[Generation]:
+    """Sample one response per prompt, by our own loop or transformers', whichever is right for the
+    model (:func:`ppocli.sampling.decoding.try_decoding`).
 
-    by_library = True
+    Args:
+        prompt_tokens, prompt_mask: [B, Q], padding on the left.
+        uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
+        limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
+        at_once: most rows that are decoded together (default: all).
+        chunk: prompts whose responses are yielded together (default: all).
 
-    def __init__(self, setup: SamplerSetup) -> None:
-        super().__init__(setup)
-        if trunk.num_virtual_tokens(setup.loaded.lm):
-            raise ConfigError("transformers' generate would leave the virtual tokens of prefix and "
-                              "prompt tuning out.", where="rollout.engine",
-                              fix="set rollout.engine=decode, or model.peft.type=lora")
+    Yields:
+        the responses to the next ``chunk`` prompts as soon as these have all ended, in their order,
+        while later ones are still to be decoded; each R = its longest response (at least 1).
+    """
+    count, method = len(prompt_tokens), trunk.decoding_of(decoder.lm)
+    loop = decode_in_steps if method is trunk.Decoding.STEPS else partial(
+        decode_by_transformers, cached=method is trunk.Decoding.LIBRARY)
+    return loop(decoder, prompt_tokens, prompt_mask, uniform, limits=limits,
+                at_once=min(at_once or count, count), chunk=chunk or count)
+
+
+def decoded_turns(decoder: Decoder, noise: np.ndarray,
+                  context: Callable[[], AbstractContextManager[Any]]) -> Conversation:
+    """Reads each context anew in every turn, by any loop.
+
+    Args:
+        noise: [N, most tokens] as :func:`decode`; those of a sample are
+            used one after another, whichever turn a token is of.
+        context: in which a turn is computed.
+    """
+    token_counts = [0] * len(noise)
+
+    def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
+        tokens, mask = padded_left(contexts)
+        turn_noise = np.full((len(rows), max(limits)), 0.5)
+        for i, row in enumerate(rows):
+            row_noise = noise[row, token_counts[row]:][:limits[i]]
+            turn_noise[i, :len(row_noise)] = row_noise
+        with context():
+            out, = decode(decoder, tokens, mask, turn_noise, limits=list(limits))
+        for row, ids in zip(rows, out.ids, strict=True):
+            token_counts[row] += len(ids)
+        return out
+
+    return answer
 
 
 def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[T]:

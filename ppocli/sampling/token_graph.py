@@ -7,13 +7,15 @@ keys and values have room for all tokens to come, attention looks at the whole r
 and which column is next is a number on the device.
 """
 
+from __future__ import annotations
+
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +23,9 @@ from ppocli.config.text import first_line
 from ppocli.distributed.ranks import is_out_of_memory
 from ppocli.models import transformers_internals
 from ppocli.models.kernels import takes_packed
-from ppocli.sampling.decode_state import LiveRows, Stepped
+
+if TYPE_CHECKING:
+    from ppocli.sampling.decode_state import DecodeState, LiveRows
 
 log = logging.getLogger("ppocli")
 
@@ -37,13 +41,13 @@ class Feeding:
     The graphs of one decoding share their memory: one is kept until the next one is recorded.
     """
 
-    def __init__(self, state: Stepped) -> None:
+    def __init__(self, state: DecodeState) -> None:
         self.state, self.enabled = state, can_record(state)
         self.graph: TokenGraph | None = None
         self.newest: Any = None
 
     def token(self, live: LiveRows, most: int) -> None:
-        """As :meth:`Stepped.token`; the same rows each time until :meth:`settle`.
+        """As :meth:`DecodeState.token`; the same rows each time until :meth:`settle`.
 
         Args:
             most: tokens that will be fed to these rows, this one included.
@@ -66,7 +70,7 @@ class Feeding:
         self.graph = None
 
 
-def can_record(state: Stepped) -> bool:
+def can_record(state: DecodeState) -> bool:
     """Whether the tokens of these responses can be fed so: nothing on the host may have a say in
     them, and the model must do with a mask of attention that is made for it."""
     decoder, lm = state.decoder, state.decoder.lm
@@ -85,7 +89,7 @@ class TokenGraph:
     rounded for it are freed then.
     """
 
-    def __init__(self, state: Stepped, live: LiveRows, most: int) -> None:
+    def __init__(self, state: DecodeState, live: LiveRows, most: int) -> None:
         width = transformers_internals.cached_tokens(live.cache)
         most += width
         most += -most % 8  # rows of matrices that kernels for tensor cores can read
@@ -102,8 +106,8 @@ class TokenGraph:
         """whether kernels are told one by one after all"""
 
     def token(self, before: Any) -> None:
-        """As :meth:`Stepped.token`. The first is fed kernel by kernel, so that libraries prepare
-        what they can't while it is recorded.
+        """As :meth:`DecodeState.token`. The first is fed kernel by kernel, so that libraries
+        prepare what they can't while it is recorded.
 
         Args:
             before: the recording whose memory this one's takes, or None.

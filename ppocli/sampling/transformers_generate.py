@@ -1,7 +1,7 @@
 """Decoding by transformers' own loop, for models that ours can't step: those that keep other things
 than keys and values from token to token (Mamba, RWKV), or nothing at all.
 
-The loop is theirs; which token comes next is chosen as in :mod:`ppocli.sampling.decoding`, with
+The loop is theirs; which token comes next is chosen as in :mod:`ppocli.sampling.decode_state`, with
 the same random numbers, so that both give the same responses.
 """
 
@@ -95,7 +95,7 @@ def _draw(state: DecodeState, prompts: torch.Tensor, rows: torch.Tensor, *, cach
 def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
                            prompt_mask: torch.Tensor, uniform: Any, *, limits: Any, at_once: int,
                            chunk: int, cached: bool) -> Iterator[Generation]:
-    """As :func:`ppocli.sampling.decoding.decode`, by transformers' ``generate``.
+    """As :func:`ppocli.sampling.sampler.decode`, by transformers' ``generate``.
 
     Prompts of one length are decoded together: some models read padding as if it were words. What
     enters a layer is not kept.

@@ -194,9 +194,6 @@ def build_task(setup: task.TaskSetup) -> RewardModelTask:
     if cfg.model.quantization is not None:
         raise ConfigError("A reward model is written as a whole, and a quantized base can't be.",
                           where="model.quantization", fix="leave it out")
-    if cfg.model.peft and cfg.model.peft.get("type", "lora") != "lora":
-        raise ConfigError("A reward model takes no virtual tokens.", where="model.peft.type",
-                          fix="model.peft.type=lora, or leave model.peft out")
     tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     tokenizer.padding_side = "right"  # as positions that are counted from the left need it
     loaded, train, val = supervised_task.load(setup, tokenizer, unloaded, scores=True)

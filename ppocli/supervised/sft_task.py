@@ -21,8 +21,7 @@ from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.sampling.sampler import GenerationModel, SamplerSetup, sample_chunks
-from ppocli.sampling.samples import Samples, decode_responses
-from ppocli.sampling.token_choice import EVALUATION
+from ppocli.sampling.samples import EVALUATION, Samples, decode_responses
 from ppocli.supervised import supervised_task
 from ppocli.training import build_models, task
 from ppocli.training.state import TrainState

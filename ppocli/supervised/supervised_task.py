@@ -18,8 +18,7 @@ from ppocli.config import schema, schema_training, tasks
 from ppocli.data import encoding
 from ppocli.data.data_set import Examples, Pairs
 from ppocli.data.prompt_set import prompt_indices
-from ppocli.distributed.backend import to_device
-from ppocli.distributed.oom_retry import PassRows
+from ppocli.distributed.backend import PassRows, to_device
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import PpocliError
 from ppocli.models import kernels, layout, trunk

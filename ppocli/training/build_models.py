@@ -22,19 +22,20 @@ from ppocli.environments.registry import code_files, resolve
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import memory_check
 from ppocli.models import policy as policies
+from ppocli.models import trunk as trunks
+from ppocli.models.head import output_rows, set_vocabulary, vocabulary_of
 from ppocli.models.kernels import route_linears
 from ppocli.models.loading import model_config, reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm
 from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.models.policy import AdapterReference, CopyReference, Reference, share_trunk
-from ppocli.models.sharded_weights import gathered, load_in_parts, sharded_copy, share_sharded_trunk
-from ppocli.models.trunk import output_rows, set_vocabulary, vocabulary_of
+from ppocli.models.sharded_weights import gathered, load_in_parts, sharded_copy
 from ppocli.runs.checkpoints import saved_critic
 from ppocli.runs.model_files import VALUE_HEAD, VALUE_TRUNK, WITH_TEMPLATE, adapter_at, named_base
 from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.sampling.episode_sampler import EpisodeSampler
-from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, TransformersSampler
-from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup
+from ppocli.sampling.samples import SAMPLING_KEYS, SamplingSpec
 from ppocli.sampling.vllm.vllm_sampler import VllmSampler
 from ppocli.training.checkpoint_writing import SavedModel
 from ppocli.training.resume import fill_module
@@ -43,7 +44,7 @@ log = logging.getLogger("ppocli")
 
 T = TypeVar("T", bound=torch.nn.Module)
 ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
-    "decode": DecodeSampler, "transformers": TransformersSampler, "vllm": VllmSampler}
+    "decode": DecodeSampler, "vllm": VllmSampler}
 """what ``rollout.engine`` names beside import paths"""
 
 
@@ -144,11 +145,12 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, policy: policies.
     """
     if (kind := model_config.reference_kind(cfg.model)) == "adapter":
         return AdapterReference(policy.split)
+    if kind == "shared" and backend.zero_stage == 3:  # parts are shared with nobody
+        cfg, kind = replace(cfg, model=replace(cfg.model, dtype=cfg.hardware.weights)), "copy"
     if kind != "shared":
         return copy_reference(cfg, backend, tokenizer, policy.lm)
-    share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
     try:
-        return share(policy.lm, offload=cfg.model.reference.offload)
+        return share_trunk(policy.lm, offload=cfg.model.reference.offload)
     except ValueError as error:
         raise InputError(f"The reference can't share the policy's trunk: {error}.",
                          where="model.reference.kind",
@@ -197,7 +199,7 @@ def freeze(cfg: schema.TrainConfig, lm: Any) -> None:
         InputError: layers can't be found.
     """
     try:
-        policies.freeze_lower_layers(lm, cfg.model.num_layers_unfrozen)
+        trunks.freeze_lower_layers(lm, cfg.model.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
                          where="model.num_layers_unfrozen", fix="leave it at -1") from error
@@ -237,13 +239,13 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
         if value.kind == "model":
             trunk, head = reference_and_value.load_value_model(cfg.model, tokenizer, loaded.lm,
                                                                cfg.seed)
-            policies.freeze_lower_layers(trunk.lm, value.num_layers_unfrozen)
+            trunks.freeze_lower_layers(trunk.lm, value.num_layers_unfrozen)
         else:
             head = policies.build_value_head(loaded.lm, cfg.seed)
             if value.kind == "branch":
                 trunk = policies.ValueBranch(loaded.lm, value.num_layers_unfrozen)
         if value.freeze_attention:
-            policies.freeze_attention(trunk)
+            trunks.freeze_attention(trunk)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",
                          fix="set model.value.kind=head, or change "

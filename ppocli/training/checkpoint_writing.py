@@ -25,7 +25,6 @@ from ppocli.models.loading.load_adapters import (
     merged_tensors,
 )
 from ppocli.models.sharded_weights import gathered, host_weights, optimizer_slots
-from ppocli.models.trunk import virtual_tokens
 from ppocli.runs.model_files import ADAPTER_WEIGHTS, POLICY
 from ppocli.training.optimizers import named_trainable
 from ppocli.training.state import TrainState
@@ -34,7 +33,6 @@ from ppocli.training.task import Task
 Tensors = dict[str, torch.Tensor]
 OPTIMIZER = "optimizer.safetensors"
 TASK_STATE = "task_state.safetensors"
-PROMPT_ENCODER = "prompt_encoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +53,6 @@ class SavedModel:
     def tensors(self) -> Tensors:
         """The state dict of the model, or its adapter's tensors as PEFT names them."""
         return self.lm.state_dict() if self.adapter is None else adapter_tensors(self.adapter)
-
-    def prompt_encoders(self) -> dict[str, torch.nn.Module]:
-        """What trained virtual tokens are made by; PEFT's own file holds the result, from which a
-        projection can't be found again."""
-        virtual = virtual_tokens(self.lm)
-        return {} if virtual is None else {PROMPT_ENCODER: virtual.prompt_encoder}
 
     def write(self, folder: Path, weights: Tensors | None = None) -> None:
         """The whole folder, as transformers would write it; of an adapter, as PEFT would.
@@ -101,8 +93,7 @@ class SavedModel:
 
 def module_files(task: Task) -> dict[str, torch.nn.Module]:
     """File name -> what trains in addition to the model itself."""
-    return {f"{name}.safetensors": module for name, module in
-            {**task.modules(), **task.saved.prompt_encoders()}.items()}
+    return {f"{name}.safetensors": module for name, module in task.modules().items()}
 
 
 def _write_weights(task: Task, state: TrainState, folder: Path, whole: Tensors | None) -> None:

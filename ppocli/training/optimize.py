@@ -25,7 +25,7 @@ from ppocli.distributed.backend import Backend, to_device
 from ppocli.distributed.deepspeed_internals import local_part
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import DivergedError
-from ppocli.models.passes import in_groups, longest_first
+from ppocli.models.layout import in_groups, longest_first
 from ppocli.runs import faults
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict

@@ -235,7 +235,7 @@ def read_checkpoint(task: Task, folder: Path) -> checkpoint_writing.Tensors:
                 folder / checkpoint_writing.POLICY,
                 dtype=next(saved.lm.parameters()).dtype).state_dict()
         fill_module(saved.lm, weights, "policy", tied_ok=True)
-    elif not saved.prompt_encoders():
+    else:
         with sharded_weights.gathered(module, stage, modify=True):
             fill_adapter(saved.adapter, weights, str(folder / checkpoint_writing.POLICY))
     del weights

@@ -20,8 +20,7 @@ import torch
 from ppocli.config import algorithm, schema, schema_training, tasks
 from ppocli.config.user_classes import build, check_class
 from ppocli.config.user_code import CodeSetting, Kind
-from ppocli.distributed.backend import Backend
-from ppocli.distributed.oom_retry import PassRows
+from ppocli.distributed.backend import Backend, PassRows
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.runs.episode import Sample

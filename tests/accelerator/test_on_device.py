@@ -27,7 +27,6 @@ from ppocli.runs.run_folder import write_config
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
     "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.1}},
-    "a prefix": {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
     "a critic of its own": {"model__value__kind": "model"},
     "an offloaded reference": {"model__reference__offload": True},
     "checkpointed gradients": {"model__gradient_checkpointing": True},

@@ -15,8 +15,7 @@ from simulated import MixedDevicesError
 
 from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.step import collect_rollout, to_experience
-from ppocli.sampling.decode_state import DecodeState
-from ppocli.sampling.decoding import CHECK_EVERY
+from ppocli.sampling.decode_state import CHECK_EVERY, DecodeState
 from ppocli.training.state import Moment, PhaseClock
 
 NEW = 32

@@ -8,8 +8,6 @@ from ranks import assert_same_update, largest_difference, odd_config, run_job, u
 slow = pytest.mark.slow
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
-ADAPTERS = [LORA, {"type": "prefix", "num_virtual_tokens": 3},
-            {"type": "prompt", "num_virtual_tokens": 3}]
 ADAM = {"ppo.optimizer.name": "adamw"}
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,12 +41,11 @@ def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, sta
 
 @slow
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("peft", ADAPTERS)
-def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, peft, stage):
-    one, _ = one_and_two(tmp_path, {**config, "model.peft": peft}, under(stage, tmp_path))
+def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, stage):
+    one, _ = one_and_two(tmp_path, {**config, "model.peft": LORA}, under(stage, tmp_path))
     trained = {name for name in one if name.startswith("weight/lm.")}
     assert trained
-    assert all("lora_" in name or "prompt_encoder" in name for name in trained)
+    assert all("lora_" in name for name in trained)
 
 
 @slow
@@ -152,9 +149,8 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 # Checkpoints --------------------------------------------------------------------------------------
 
 @slow
-@pytest.mark.parametrize(("stage", "peft"), [
-    *((stage, peft) for stage in range(4) for peft in (None, LORA)), *((3, peft) for peft in (
-        *ADAPTERS[1:], {**ADAPTERS[1], "prefix_projection": True, "encoder_hidden_size": 8}))])
+@pytest.mark.parametrize("peft", [None, LORA])
+@pytest.mark.parametrize("stage", range(4))
 def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage, peft):
     """Saved after the first step, read for the second: byte for byte on as many ranks, and within
     rounding in one process, which reads the same files."""

@@ -57,19 +57,18 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place, typed):
     state = next(line for line in facts["lines"] if line["name"] == "optimizer state")
     assert state["update"] == 8 * (policy["trained"] + value["trained"]) // 4
     assert (facts["prompt_tokens"], facts["prompt_tokens_from"]) == (11, "as given")
-    assert facts["unknown"] == {"reward my_rewards:score": "your function"}
     assert facts["fits"] is True
     small = typed(*words, "--memory", "0.01", code=8)
     assert json.loads(small.out)["fits"] is False
     assert list(place.glob("runs*")) == []
 
 
-def test_kinds_of_models_and_what_is_unknown_of_them(typed):
+def test_an_encoder_decoder_with_a_value_model(typed):
     done = typed("estimate", "model.path=./pair", "model.value.kind=model",
-                  "model.value.path=./outline", "model.reference.path=./nowhere", code=0)
+                  "model.value.path=./outline", code=0)
     assert "value: " in done.out
-    assert "reference: unknown, " in done.out
-    assert "nowhere" in done.out
+    assert "nowhere" in typed("estimate", "model.path=./pair", "model.reference.path=./nowhere",
+                              code=3).err
 
 
 def test_what_is_wrong_is_told(typed):

@@ -79,8 +79,6 @@ class E:
 @pytest.mark.parametrize(("more", "code", "said"), [
     (["env.fn=env.py:E", "reward.fn=null", "env.max_tokens=100000"], 2,
      "100000 new tokens leave no room for a prompt: the model has"),
-    (["rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]", "rollout.launch=true",
-      "rollout.python=/bin/false"], 12, "/bin/false has no vLLM"),
     (["generation.stop_token_ids=[99999]"], 2, "Token 99999 would never end a response"),
     (["generation.stop_sequences=['<eos> .']"], 2, "<eos> is a special token"),
     (["prompts.chat=true"], 3, "chat template"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.distributed.oom_retry import PassRows
+from ppocli.distributed.backend import PassRows
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.training.checkpoint_writing import SavedModel

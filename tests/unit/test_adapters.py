@@ -32,19 +32,17 @@ from ppocli.training.optimizers import named_trainable
 
 pytestmark = pytest.mark.long
 
-KINDS = ["lora", "prefix", "prompt"]
 SHAPES = ["gpt2", "llama"]
 
 
-def adapter(kind: str, **fields) -> dict:
-    return {"type": kind, **({"r": 4, "lora_alpha": 8} if kind == "lora" else
-                             {"num_virtual_tokens": 5}), **fields}
+def adapter(**fields) -> dict:
+    return {"type": "lora", "r": 4, "lora_alpha": 8, **fields}
 
 
-def config_of(tmp_path, kind="lora", shape="gpt2", fields=None, **over) -> TrainConfig:
+def config_of(tmp_path, shape="gpt2", fields=None, **over) -> TrainConfig:
     if not (tmp_path / "lm").exists():
         save_lm(tmp_path / "lm", shape, gain=1.5)
-    return small_config(tmp_path, **{"model__peft": adapter(kind, **(fields or {})),
+    return small_config(tmp_path, **{"model__peft": adapter(**(fields or {})),
                                      "ppo__chunk_size": 5, "ppo__optimizer__lr": 0.01, **over})
 
 
@@ -69,12 +67,10 @@ def naive_logprobs(lm, rollout) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("kind", "shape"), mostly_slow(KINDS, SHAPES, quick=lambda kind, shape: (
-    shape == ("llama" if kind == "prefix" else "gpt2"))))
-def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, kind, shape):
+@pytest.mark.parametrize(("way", "shape"), [("forward", "gpt2"), ("decode", "llama")])
+def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, way, shape):
     """Decoding, the packed pass, the reference and the files, against PEFT's own forward."""
-    forward = kind == "prompt"
-    cfg = config_of(tmp_path, kind, shape, ppo__logprobs_from="forward" if forward else "decode")
+    cfg = config_of(tmp_path, shape, ppo__logprobs_from=way)
     with session_of(cfg) as session:
         assert isinstance(session.reference, AdapterReference)
         before = weights_of(session)
@@ -85,8 +81,7 @@ def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, kind,
         save_session(session, tmp_path / "saved")
         moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
         assert moved == set(named_trainable(session.policy))
-        assert all(n.startswith("value_head.") or "lora_" in n or "prompt_encoder" in n
-                   for n in moved)
+        assert all(n.startswith("value_head.") or "lora_" in n for n in moved)
     files = tmp_path / "saved" / "policy"
     assert not (files / "model.safetensors").exists()
     peft, base = plain_peft(tmp_path, files), AutoModelForCausalLM.from_pretrained(tmp_path / "lm")
@@ -104,7 +99,7 @@ def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
     for over, largest in (({"ppo__logprobs_from": "forward"}, 0.0),
                           ({"ppo__logprobs_from": "decode"}, 1e-5),
                           ({"hardware__precision": "bf16"}, 0.0)):
-        cfg = config_of(tmp_path, "lora", shape, ppo__kl_estimator=estimator, **over)
+        cfg = config_of(tmp_path, shape, ppo__kl_estimator=estimator, **over)
         assert rolled(cfg).kl.abs().max() <= largest
 
 
@@ -158,9 +153,8 @@ def test_the_base_is_held_once(tmp_path):
     assert trains == lora + (32 * 64 + 64) + (64 + 1)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=lambda kind: kind == "lora"))
-def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path, kind):
-    with session_of(config_of(tmp_path, kind, model__dtype="bf16")) as session:
+def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path):
+    with session_of(config_of(tmp_path, model__dtype="bf16")) as session:
         types = {p.requires_grad: p.dtype for p in session.policy.lm.parameters()}
         assert types == {True: torch.float32, False: torch.bfloat16}
         assert not session.from_decode
@@ -174,7 +168,7 @@ def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path, kind):
 def made(tmp_path_factory):
     """A base, and a checkpoint of an adapter that was trained on it."""
     folder = tmp_path_factory.mktemp("made")
-    with session_of(config_of(folder, "lora")) as session:
+    with session_of(config_of(folder)) as session:
         trained(session)
         save_session(session, folder / "saved")
     return folder
@@ -193,7 +187,7 @@ def saved(made, tmp_path):
 def test_lora_on_an_encoder_decoder(tmp_path):
     from peft import PeftModel
 
-    cfg = config_of(tmp_path, "lora", "t5", ppo__logprobs_from="forward")
+    cfg = config_of(tmp_path, "t5", ppo__logprobs_from="forward")
     with session_of(cfg) as session:
         assert rollout_of(session).kl.abs().max() == 0.0
         trained(session)
@@ -210,7 +204,7 @@ def test_lora_on_an_encoder_decoder(tmp_path):
 
 
 def test_an_adapter_goes_on_as_it_is_and_with_its_base_only(tmp_path, saved):
-    with (session_of(config_of(tmp_path, "lora", fields={"r": 2})) as session,
+    with (session_of(config_of(tmp_path, fields={"r": 2})) as session,
           pytest.raises(CheckpointError, match=r"is \(4, 32\) in the file, \(2, 32\) here")):
         load_session(session, saved)
     save_lm(tmp_path / "lm", seed=7)
@@ -286,7 +280,6 @@ def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
 
 @pytest.mark.parametrize(("over", "error", "what"), [
     ({"model__peft": {"type": "lora", "r": 8}}, ConfigError, "peft.r is 8, but the adapter in"),
-    ({"model__peft": adapter("prompt")}, ConfigError, "type is prompt, but the adapter in"),
     ({"model__value__kind": "model", "model__peft": {}}, InputError, "holds only an adapter")])
 def test_what_does_not_go_with_an_adapter_as_the_start_is_refused(tmp_path, saved, over, error,
                                                                   what):
@@ -315,36 +308,17 @@ def test_an_adapter_of_the_hub_is_fetched(saved, monkeypatch, reachable):
         assert adapter_at("some/model-with-adapter", key="model.path") is None
 
 
-@pytest.mark.parametrize("kind", ["prefix", "prompt"])
-def test_virtual_tokens_go_on_and_are_never_merged(tmp_path, kind):
-    with session_of(config_of(tmp_path, kind)) as session:
-        trained(session)
-        save_session(session, tmp_path / "saved")
-        own = rollout_of(session, start=100).logprobs
-    folder = str(tmp_path / "saved/policy")
-    with session_of(config_of(tmp_path, kind, model__path=folder)) as session:
-        rollout = rollout_of(session, start=100)
-        torch.testing.assert_close(rollout.logprobs, own, rtol=0, atol=1e-5)
-        assert rollout.kl.abs().max() <= 1e-5
-        trained(session)
-    refused_session(config_of(tmp_path, model__path=folder, model__peft={}), ConfigError,
-                    "can't be merged")
-
-
-@pytest.mark.parametrize(("kind", "fields", "what"), [
-    ("prompt", {"num_virtual_tokens": 64}, "64 virtual tokens leave no room"),
-    ("prefix", {"num_virtual_tokens": 60}, "4 positions beside its 60 virtual tokens"),
-    ("lora", {"target_modules": ["nowhere"]}, "does not fit GPT2LMHeadModel"),
-    ("lora", {"target_modules": ["lm_head", "c_attn"]}, "covers the output embedding"),
-    ("lora", {"target_modules": ["wte", "c_attn"]}, "covers the output embedding"),
-    ("lora", {"modules_to_save": ["wte"]}, "covers the output embedding")])
-def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, fields, what):
-    refused_session(config_of(tmp_path, kind, fields=fields), ConfigError, what)
+@pytest.mark.parametrize(("fields", "what"), [
+    ({"target_modules": ["nowhere"]}, "does not fit GPT2LMHeadModel"),
+    ({"target_modules": ["wte", "c_attn"]}, "covers the output embedding"),
+    ({"modules_to_save": ["wte"]}, "covers the output embedding")])
+def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, fields, what):
+    refused_session(config_of(tmp_path, fields=fields), ConfigError, what)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_a_quantized_base_without_a_gpu_is_told(tmp_path):
-    cfg = config_of(tmp_path, "lora", model__quantization="4bit")
+    cfg = config_of(tmp_path, model__quantization="4bit")
     said = [str(problem) for problem in find_problems(cfg)]
     assert any("4bit base is computed with on a GPU: set hardware.device=cuda" in s for s in said)
     refused_session(cfg, InputError, "A 4bit base needs a CUDA device")

@@ -32,7 +32,8 @@ BELOW, ABOVE = 20, 140
 """tokens, and of fp32 plain products take the former only"""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=mostly_slow(
+    KINDS, quick=lambda kind: kind in ("gpt2", "llama", "mistral")))
 def folder(request, tmp_path_factory):
     return save_lm(tmp_path_factory.mktemp(request.param) / "lm", request.param, gain=2.0,
                    **KINDS[request.param])

@@ -147,8 +147,7 @@ RULES = [
     ({"model__peft": {"type": "lora", "inference_mode": True}}, "model.peft.inference_mode"),
     ({"model__peft": {"type": "lora"}, "model__num_layers_unfrozen": 1},
      "model.peft, model.num_layers_unfrozen"),
-    ({"model__peft": {"type": "prefix", "num_virtual_tokens": 4},
-      "model__gradient_checkpointing": True}, "model.peft, model.gradient_checkpointing"),
+    ({"model__peft": {"type": "prefix", "num_virtual_tokens": 4}}, "model.peft"),
     ({"model__quantization": "4bit"}, "model.quantization, model.peft"),
     # critics and references
     ({"ppo__value_optimizer__name": "sgd", "ppo__value_optimizer__betas": [0.9, 0.9]},
@@ -201,8 +200,6 @@ RULES = [
     ({**SERVED, "rollout__urls": ["http://h", "http://h/"]}, "rollout.urls"),
     ({**SERVED, "rollout__token_env": "a b"}, "rollout.token_env"),
     ({**SERVED, "ppo__logprobs_from": "decode"}, "rollout.engine, ppo.logprobs_from"),
-    ({**SERVED, "model__peft": {"type": "prefix", "num_virtual_tokens": 2}},
-     "rollout.engine, model.peft.type"),
     ({**SERVED, "hardware__zero_stage": 3, "hardware__gather_for_generation": False},
      "hardware.gather_for_generation"),
     ({**SERVED, "rollout__launch": True}, "rollout.launch, rollout.python"),
@@ -228,8 +225,7 @@ def test_each_problem_is_named():
 @pytest.mark.parametrize("peft", [
     None, {}, {"type": "lora"}, {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8},
     {"type": "lora", "target_modules": ["c_attn"], "use_rslora": True},
-    {"type": "lora", "use_dora": True}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4},
-    {"type": "prompt", "num_virtual_tokens": 4, "prompt_tuning_init": "RANDOM"}])
+    {"type": "lora", "use_dora": True}])
 def test_what_peft_takes_is_taken(peft):
     assert said(changed(model__peft=peft)) == []
 

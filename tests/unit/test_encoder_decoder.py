@@ -10,7 +10,6 @@ from transformers import AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data.prompt_set import load_prompts
-from ppocli.errors import InputError
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.model_config import max_positions
 
@@ -82,15 +81,6 @@ def test_the_full_kl_to_an_equal_model_of_another_scale_is_0(tmp_path):
 def test_relative_positions_are_no_limit(tmp_path):
     lm = load_lm(small_config(save_lm(tmp_path / "lm", "t5", n_positions=8).parent).model).lm
     assert max_positions(lm) is None
-
-
-def test_a_model_of_the_other_kind_is_refused(tmp_path):
-    for kind, arch, what in (("t5", "causal", "an encoder-decoder"),
-                             ("gpt2", "seq2seq", "a causal language model")):
-        cfg = small_config(save_lm(tmp_path / kind / "lm", kind).parent, model__arch=arch)
-        with pytest.raises(InputError, match=what) as caught:
-            load_lm(cfg.model)
-        assert caught.value.where == "model.arch"
 
 
 def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():

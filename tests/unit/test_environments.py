@@ -14,7 +14,7 @@ from ppocli.environments.env_calls import Called, Calls, as_step, reset_argument
 from ppocli.environments.registry import resolve
 from ppocli.errors import RewardError
 from ppocli.runs.episode import Step
-from ppocli.sampling.token_choice import ROLLOUT
+from ppocli.sampling.samples import ROLLOUT
 
 
 def calls_of(name: str, **keys) -> Calls:

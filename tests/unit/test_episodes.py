@@ -24,16 +24,16 @@ from test_ppo_advantages import naive_gae
 
 from ppocli.environments.env_calls import Calls
 from ppocli.models.kernels import use_kernels
-from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
 from ppocli.ppo.experience import PPOState
 from ppocli.ppo.policy_samples import sample_policy
 from ppocli.ppo.step import to_experience
 from ppocli.ppo.step_metrics import episode_figures, rollout_samples
 from ppocli.runs.episode import Episode, Turn, turn_numbers
-from ppocli.sampling.conversation import KeptKeys, decoded_turns
+from ppocli.sampling.conversation import KeptKeys
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, SamplingSpec
+from ppocli.sampling.sampler import decoded_turns
+from ppocli.sampling.samples import EVALUATION, ROLLOUT, SamplingSpec
 
 PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
          "generation__max_new_tokens": 5}
@@ -108,7 +108,7 @@ def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, mon
     assert events[:4] == ["8 speak", "thinks", "8 speak", "thinks"]
 
 
-@pytest.mark.parametrize("keys", [{"ppo__chunk_size": 3}, {"rollout__engine": "transformers"}])
+@pytest.mark.parametrize("keys", [{"ppo__chunk_size": 3}, {"ppo__chunk_size": 100}])
 def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
     wanted = rolled(config(tmp_path), None)
     with session_of(config(tmp_path, **keys), None) as session:
@@ -213,7 +213,7 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(
     head = torch.randn(lm.get_output_embeddings().weight.shape[1],
                        generator=torch.Generator().manual_seed(0))
     decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head, records=graphs)
-    one = decoded_turns(decoder, noise, Decoding.STEPS, nullcontext)
+    one = decoded_turns(decoder, noise, nullcontext)
     other = KeptKeys(decoder, contexts, noise, nullcontext).speak
     for rows, fed in (([0, 1, 2, 3, 4], [[], [3], [4, 5, 6], [], []]),
                       ([0, 1, 3, 4], [[7, 7, 7, 7], [], [3], []]), ([1, 3], [[9], [8, 3, 4]])):
@@ -229,8 +229,6 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(
 
 @pytest.mark.parametrize("keys", [
     {"kind": "mistral"}, {"kind": "mpt"}, {"kind": "gpt_neo"},
-    {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
-    {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}},
     {"generation__stop_sequences": ["film"]}, {"generation__min_new_tokens": 2},
     {"generation__repetition_penalty": 1.3}, {"model__num_layers_unfrozen": 1}])
 def test_decoded_logprobs_of_episodes_are_those_of_a_pass(tmp_path, keys):

@@ -151,16 +151,6 @@ def test_adapters_train_in_fp32_on_a_base_that_may_be_quantized(tmp_path):
         assert needed.model == 4 * adapter
 
 
-def test_rewards_are_counted_where_they_name_a_model():
-    cfg = config_of(model__path="builtin:reviews", reward__fns={
-        "mood": {"fn": "classifier", "kwargs": {"model": "builtin:reviews-sentiment"}},
-        "own": {"fn": "my_rewards:score"}, "brief": {"fn": "length"}})
-    needed = estimate_of(cfg, 8)
-    assert [(part.name, part.parameters) for part in needed.parts[3:]] == [
-        ("reward builtin:reviews-sentiment", 360_002)]
-    assert needed.unknown == {"reward my_rewards:score": "your function"}
-
-
 # The check before a run ---------------------------------------------------------------------------
 
 def test_only_what_is_certain_is_refused_and_what_is_close_is_warned_of(caplog):
@@ -189,7 +179,7 @@ def test_the_check_says_what_it_leaves_out(tmp_path, caplog):
                          device=torch.device("cpu"))
         return caplog.text
 
-    assert "leaves out: reference (" in checked(model__reference__path=str(tmp_path / "nowhere"))
+    assert "can't be estimated: Folder" in checked(model__reference__path=str(tmp_path / "nowhere"))
     assert "can't be estimated: The adapter does not fit" in checked(
         model__peft={"type": "lora", "target_modules": ["nothing"]})
     assert checked() == checked(None, hardware__memory_check="off") == ""

@@ -12,8 +12,14 @@ from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.distributed.ranks import Ranks
 from ppocli.errors import InputError
 from ppocli.models import sharded_weights
-from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, without_hooks
-from ppocli.models.policy import Policy, freeze_lower_layers
+from ppocli.models.policy import Policy
+from ppocli.models.trunk import (
+    SplitPoint,
+    freeze_lower_layers,
+    layer_stack,
+    trained_split,
+    without_hooks,
+)
 from ppocli.training.build_models import freeze
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",

@@ -15,9 +15,9 @@ from sessions import (
 )
 from transformers import AutoModelForCausalLM
 
-from ppocli.models.layer_stack import layer_stack
-from ppocli.models.policy import CopyReference, freeze_lower_layers, share_trunk
+from ppocli.models.policy import CopyReference, share_trunk
 from ppocli.models.transformers_internals import cache_name
+from ppocli.models.trunk import freeze_lower_layers, layer_stack
 
 pytestmark = pytest.mark.long
 

@@ -12,11 +12,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.sampling import token_choice as sampling
+from ppocli.sampling import samples as sampling
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import decode_responses
-from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform, uniform
+from ppocli.sampling.sampler import decode
+from ppocli.sampling.samples import (
+    SamplingSpec,
+    choose,
+    decode_responses,
+    inverse_transform,
+    uniform,
+)
 from ppocli.sampling.transformers_generate import decode_by_transformers
 
 NO_STOPS = torch.tensor([], dtype=torch.long)

@@ -6,7 +6,7 @@ from helpers import jsonl, with_node_values
 from runs import words
 
 from ppocli.config.problems import find_problems
-from ppocli.sampling.token_choice import lengths
+from ppocli.sampling.samples import lengths
 
 
 def test_drawn_lengths_are_even_and_belong_to_the_sample():

@@ -18,13 +18,13 @@ from sessions import (
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import InputError
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import Decoding, decoding_of, response_hidden, set_decoding
-from ppocli.sampling.decoding import load_decodable, load_judged, load_policy, try_decoding
-from ppocli.sampling.token_choice import SamplingSpec, uniform
+from ppocli.sampling.decoding import load_decodable, load_judged, try_decoding
+from ppocli.sampling.samples import SamplingSpec, uniform
 
 pytestmark = pytest.mark.long
 
@@ -203,16 +203,3 @@ def test_a_fallback_is_told_once_and_names_what_it_costs(tmp_path, caplog):
     assert "own loop" not in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "adapter", "keys", "said"), [
-    # our own loop; Falcon's many heads share one key, of which PEFT makes one for each
-    *((kind, adapter, {}, "can't be stepped with virtual tokens") for kind, adapter in (
-        ("mamba", "prompt"), ("mamba", "prefix"), ("falcon", "prefix"))),
-    # attention that padding can't move
-    *((kind, "prompt", keys, "or counts padding") for kind, keys in (
-        ("mistral", {"sliding_window": 4}), ("gpt_neo", {}), ("mpt", {})))])
-def test_what_virtual_tokens_need(tmp_path, kind, adapter, keys, said):
-    cfg = ModelConfig(path=str(save_lm(tmp_path / "lm", kind, **keys)),
-                      peft={"type": adapter, "num_virtual_tokens": 2})
-    with pytest.raises(ConfigError, match=said) as refused:
-        load_policy(cfg, HardwareConfig(), 0)
-    assert refused.value.where == "model.peft.type"

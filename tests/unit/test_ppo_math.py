@@ -8,7 +8,7 @@ import torch
 
 from ppocli.config.schema_training import SchedulerConfig
 from ppocli.ppo.losses import RunningMoments, adapt_kl_coef, kl_per_token, masked_mean, whiten
-from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, uniform
+from ppocli.sampling.samples import EVALUATION, ROLLOUT, uniform
 from ppocli.training.optimize import lr_factor
 
 # --- whitening -------------------------------------------------------------------------------

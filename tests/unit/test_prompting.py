@@ -12,8 +12,7 @@ from ppocli.evaluation.player import changed_sampling, load_player
 from ppocli.models.loading.model_config import policy_config
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
-from ppocli.sampling.samples import decode_responses
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.samples import SamplingSpec, decode_responses
 
 PROMPTS = ["the film", "i saw", "this plot was", "it"]
 

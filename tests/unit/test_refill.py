@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from ppocli.models.policy import build_value_head
 from ppocli.models.transformers_internals import cache_name, caches_all_keys
-from ppocli.sampling.token_choice import SamplingSpec, uniform
+from ppocli.sampling.samples import SamplingSpec, uniform
 
 COUNT, NEW = 23, 20
 SPEC = SamplingSpec(NEW, (1, 5, 9, 14, 20, 27, 33))
@@ -138,10 +138,8 @@ def test_a_stop_is_asked_for_before_every_token():
 
 
 @pytest.mark.parametrize("keys", [
-    {}, {"model__num_layers_unfrozen": 1}, {"ppo__logprobs_from": "forward"},
-    {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
-    {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}}],
-    ids=["all", "top", "forward", "prefix", "prompt"])
+    {}, {"model__num_layers_unfrozen": 1}, {"ppo__logprobs_from": "forward"}],
+    ids=["all", "top", "forward"])
 def test_a_rollout_is_the_same_whatever_its_chunks(tmp_path, keys):
     save_lm(tmp_path / "lm")
     whole, some = (rolled(small_config(

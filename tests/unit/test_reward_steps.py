@@ -14,8 +14,7 @@ from ppocli.errors import RewardError
 from ppocli.ppo.policy_samples import in_steps, joined
 from ppocli.rewards.reward_records import RewardRequest, ends_of_steps, step_texts
 from ppocli.rewards.scoring import build_metric, build_reward
-from ppocli.sampling.samples import decode_responses, places_of_ends
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.samples import SamplingSpec, decode_responses, places_of_ends
 
 SEPARATED = [
     ("a\nb\nc", "\n", ["a\n", "b\n", "c"]),

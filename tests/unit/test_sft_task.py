@@ -75,7 +75,6 @@ def own_loss(task: Any, data: Any, places: list[int], lm: Any = None) -> tuple[t
 
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.0}
-PREFIX = {"type": "prefix", "num_virtual_tokens": 3}
 
 
 @pytest.mark.parametrize(("kind", "rows", "keys"), [
@@ -111,8 +110,8 @@ def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, 
                        for name in wanted) < 1e-6 * max(scale, 1)
 
 
-def test_prefix_tuning_and_bf16_learn(tmp_path):
-    for number, keys in enumerate(({"model__peft": PREFIX}, {"hardware__precision": "bf16"})):
+def test_lora_and_bf16_learn(tmp_path):
+    for number, keys in enumerate(({"model__peft": LORA}, {"hardware__precision": "bf16"})):
         with sft_of(tmp_path / str(number), val=ROWS[:3], sft__optimizer__lr=1e-2, **keys) as task:
             state, losses = initial_state(task), []
             _, plan = planned(task, state)

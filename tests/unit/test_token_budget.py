@@ -6,8 +6,8 @@ import pytest
 import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
+from ppocli.models.layout import in_groups, longest_first
 from ppocli.models.memory import pass_rows
-from ppocli.models.passes import in_groups, longest_first
 from ppocli.models.transformers_internals import cache_name
 from ppocli.ppo.step import to_experience
 

@@ -88,8 +88,7 @@ def test_kinds_that_are_recorded_are_right_so(tmp_path, recording, kind):
 
 
 @pytest.mark.parametrize("keys", [
-    {"generation__stop_sequences": ["no such words"]}, {"hardware__cuda_graphs": False},
-    {"model__peft": {"type": "prefix_tuning", "num_virtual_tokens": 3}}])
+    {"generation__stop_sequences": ["no such words"]}, {"hardware__cuda_graphs": False}])
 def test_what_the_host_has_a_say_in_is_not_recorded(tmp_path, recording, keys):
     with session_of(small_config(tmp_path, **keys)) as session:
         recording.clear()  # what was decoded to look at the model

@@ -108,32 +108,22 @@ def token(one: int = 5, logprob: float = -1.0) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("spoil", "words"), [
     (spoilt("/v1/models", 200, {"data": [{"id": "other", "max_model_len": 64}]}),
-     ["serves other", "this run's is ppocli-gpt2-float32-", "vllm-command"]),
-    (spoilt("/v1/models", 200, {"data": []}), ["serves no model"]),
+     ["serves other (up to 64 tokens)", "this run's is ppocli-gpt2-float32-", "vllm-command"]),
+    (spoilt("/v1/models", 200, {"data": ["x"]}), ["serves no model"]),
     (spoilt("/v1/models", 401, {"error": {"message": "Unauthorized"}}),
      ["answered 401: 'Unauthorized'", "rollout.token_env"]),
-    (spoilt("/v1/models", 200, b"<html>"), ["no JSON"]),
+    (spoilt("/v1/models", 200, b"[" * 10**5), ["no JSON"]),
     (spoilt("/collective_rpc", 404, {"detail": "Not Found"}), ["404", "vLLM 0.32"]),
     (spoilt(GENERATE, 400, {"error": {"message": "too long by 3"}}, 2), ["'too long by 3'"]),
-    (spoilt(GENERATE, 200, said(finish_reason="abort"), 2), ["broken a response off"]),
+    (spoilt(GENERATE, 200, said(finish_reason="abort"), 2), ["broke a response off (abort)"]),
     (spoilt(GENERATE, 200, said(logprobs=None), 2), ["no response with logprobs"]),
-    (spoilt(GENERATE, 200, said(token_ids=[6]), 2), ["1 tokens of at most"]),
-    (spoilt(GENERATE, 200, said(token_ids=[5], finish_reason="length"), 2), ["(length)"]),
-    (spoilt(GENERATE, 200, b"x" * 2**21, 2), ["with more than"]),
-    (spoilt(GENERATE, 200, said(**token(logprob=math.nan)), 2), ["token 5 with logprob nan"]),
-    (spoilt(GENERATE, 200, said(**token(logprob=3.0)), 2), ["token 5 with logprob 3.0"]),
-    (spoilt(GENERATE, 200, said(**token(10**6))), ["token 1000000 with logprob -1.0"]),
-    (spoilt(GENERATE, 200, said(**token(-1)), 2), ["token -1 with logprob -1.0"]),
-    (spoilt(GENERATE, 200, said(token_ids=[math.inf]), 2), ["no response with logprobs"]),
-    (spoilt(GENERATE, 500, {"error": {"message": None}}, 2), ["No server is left", "answered 500"]),
-    (spoilt(GENERATE, 500, b"[" * 10**5, 2), ["No server is left", "answered 500"]),
-    (spoilt("/v1/models", 200, b"[" * 10**5), ["no JSON"]),
-    (spoilt("/v1/models", 200, {"data": None}), ["no list of models"]),
-    (spoilt("/v1/models", 200, {"data": ["x"]}), ["no list of models"]),
-    (spoilt(GENERATE, 200, said(), 2), ["No server is left", "weights x instead of",
-                                        "another run uses it"]),
+    (spoilt(GENERATE, 200, said(token_ids=[6]), 2), ["can't have sampled"]),
+    (spoilt(GENERATE, 200, b"x" * 2**21, 2), ["answered 200: 'xxx"]),
+    (spoilt(GENERATE, 200, said(**token(logprob=math.nan)), 2), ["can't have sampled"]),
+    (spoilt(GENERATE, 200, said(**token(10**6))), ["can't have sampled"]),
+    (spoilt(GENERATE, 500, {"error": {"message": None}}, 2), ["answered 500"]),
     (spoilt(GENERATE, 200, said(weight_versions=[{"version": "x"}, {"version": "y"}]), 2),
-     ["No server is left", "weights x and y instead of"]),
+     ["weights x and y instead of", "another run uses it"]),
     (spoilt("/reset_prefix_cache", 200, {"success": False}), ["forget its prefix cache"]),
     (slow(30, "/v1/models"), ["did not answer within 0.5 s"])])
 def test_a_server_that_is_not_right_is_one_clear_error(spoil, words, tmp_path, monkeypatch):
@@ -142,37 +132,25 @@ def test_a_server_that_is_not_right_is_one_clear_error(spoil, words, tmp_path, m
         drawn(session)
 
 
-def test_a_slow_server_is_left_out_in_time(tmp_path):
+def test_a_slow_server_ends_the_run_in_time(tmp_path):
     def spoil(path, number, body):
         return slow(30)(path, number, body) if number > 1 else None
 
     with (serving(engine_of(tmp_path), spoil) as url,
           session_of(set_keys(config(tmp_path, url), {"rollout.timeout": 1.0})) as session,
-          refused(SamplerError, "did not answer within 1 s", "No server is left")):
+          refused(SamplerError, "did not answer within 1 s")):
         drawn(session)
 
 
-def test_rows_of_a_dead_server_go_to_the_other_and_it_may_come_back(tmp_path, caplog):
+def test_two_servers_share_the_rows(tmp_path):
     engines = engine_of(tmp_path), engine_of(tmp_path)
-    down = []
-
-    def spoil(path, number, body):
-        if down or (path == GENERATE and number > 3):
-            down.append(path)
-            raise ConnectionResetError
-
-    with (serving(engines[0]) as one, serving(engines[1], spoil) as other,
+    with (serving(engines[0]) as one, serving(engines[1]) as other,
           session_of(config(tmp_path, one, other, rollout__concurrency=1)) as session):
         assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
-        assert "its responses are asked for elsewhere" in caplog.text
+        assert all(engine.asked[GENERATE] > 1 for engine in engines)
         disturb(session)
-        drawn(session)  # it is away for good
-        assert engines[1].version.endswith("-1")
-        down.clear()
-        engines[1].asked[GENERATE] = -100
-        assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
+        drawn(session)
         assert engines[1].version == engines[0].version
-        assert engines[1].asked[GENERATE] > -99
 
 
 def test_a_token_is_sent_and_not_kept(tmp_path, monkeypatch):

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from vllm_double import drawn, engine_of, one_server, ours
 
 from ppocli.errors import ConfigError, InputError, SamplerError
+from ppocli.models.head import vocabulary_of
 from ppocli.models.loading.tokenizer import stop_rules
-from ppocli.models.trunk import vocabulary_of
 from ppocli.ppo import caller_samples
 from ppocli.training.task import UpdateGroup
 

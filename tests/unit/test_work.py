@@ -21,7 +21,7 @@ from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 from ppocli.ppo.policy_samples import evaluate, evaluation_size, generate_chunks, share_of_prompts
 from ppocli.ppo.rollout import Rollout, measure_chunk
 from ppocli.ppo.step import collect_rollout, to_experience
-from ppocli.sampling.decoding import SHRINK_AT
+from ppocli.sampling.decode_state import SHRINK_AT
 from ppocli.training.state import Moment, PhaseClock
 from ppocli.training.task import OptimizeResult
 

@@ -16,19 +16,12 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.distributed.deepspeed_internals import whole_shape
-from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.models import transformers_internals
-from ppocli.models.head import LogitMap
+from ppocli.errors import CheckpointError, InputError
+from ppocli.models.head import LogitMap, Vocabulary, set_vocabulary
 from ppocli.models.kernels import use_kernels
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading import load_adapters, model_config, peft_internals
-from ppocli.models.trunk import (
-    Vocabulary,
-    decoder_start,
-    has_encoder,
-    response_hidden,
-    set_vocabulary,
-)
+from ppocli.models.loading import load_adapters, model_config
+from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.runs import model_files
 
 log = logging.getLogger("ppocli")
@@ -190,7 +183,6 @@ def _align(model: torch.nn.Module) -> None:
 
 def make_ready(cfg: ModelConfig, model: Any) -> None:
     """Prepare a new model for the engine."""
-    transformers_internals.probe()
     if cfg.attn_implementation is None:
         use_kernels(model)
     # we check ids ourselves; transformers' padding check would synchronise at every call
@@ -240,12 +232,10 @@ def read_config(cfg: ModelConfig, key: str) -> Any:
 def outline(cfg: ModelConfig, key: str, config: Any, kind: Any, *,
             dtype: torch.dtype = torch.float32) -> Any:
     """A model of transformers' class ``kind`` without the weights in its files: on the device that
-    is current."""
+    is current. To be tied by the caller, since weights on no device may not be."""
     with model_config.loading(f"outline of {cfg.path}", key):
-        model = kind.from_config(config, dtype=dtype, trust_remote_code=cfg.trust_remote_code,
-                                 **model_config.attention_wanted(cfg, config))
-        model.tie_weights()  # made without weights, they are untied
-    return model
+        return kind.from_config(config, dtype=dtype, trust_remote_code=cfg.trust_remote_code,
+                                **model_config.attention_wanted(cfg, config))
 
 
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
@@ -262,6 +252,7 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
     kind = _class_of(cfg, key, scores, config)
     with init_empty_weights(include_buffers=False):
         lm = outline(cfg, key, without_dropout(config), kind, dtype=dtype)
+    lm.tie_weights()  # not inside the block, which replaces every parameter that is set
     return _ready(cfg, lm, config, None if scores else transformers.GenerationConfig())
 
 
@@ -277,12 +268,12 @@ def _new_score(weight: torch.Tensor, seed: int) -> None:
 
 def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
     """transformers' class for an encoder-decoder, or for a causal language model: whichever
-    ``model.arch`` says or, on auto, the configuration; or for a model that scores texts, and
+    the configuration says; or for a model that scores texts, and
     ``config`` becomes one of one label.
 
     Raises:
-        InputError: the configuration is of another kind; or the model is to score and has an
-            encoder, so that none of its states has read a whole text.
+        InputError: the model is to score and has an encoder, so that none of its states has read a
+            whole text.
     """
     pair = bool(getattr(config, "is_encoder_decoder", False))
     if scores and pair:
@@ -293,11 +284,6 @@ def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
     if scores:
         config.num_labels = 1
         return transformers.AutoModelForSequenceClassification
-    if {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch] != pair:
-        what = "an encoder-decoder" if pair else "a causal language model"
-        raise InputError(f"{cfg.path} is {what} ({config.model_type}), not {cfg.arch}.",
-                         where="model.arch" if key == "model.path" else key,
-                         fix="set model.arch=auto, or give another model")
     return transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
 
 
@@ -322,12 +308,6 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
-    if goes_on is None and score_seed is None and load_adapters.changes_embeddings(loaded.lm,
-                                                                                   folder):
-        # logits are computed from the output embedding's own weights, so its adapter is merged
-        if dtype != torch.float32:
-            loaded = load_lm(replace(cfg, path=path, revision=revision))
-        return _with_weights(loaded, load_adapters.merged_from(loaded.lm, folder).to(dtype))
     return replace(loaded, adapter=load_adapters.load_adapter(loaded.lm, folder, base, goes_on))
 
 
@@ -335,23 +315,14 @@ def _with_weights(loaded: LoadedLM, lm: Any) -> LoadedLM:
     """The loaded model with the weights of a merge."""
     config = copy.deepcopy(loaded.export_config)
     if not lm.config.get_text_config(decoder=True).tie_word_embeddings:
-        peft_internals.untie(config)
+        load_adapters.untie(config)
     return replace(loaded, lm=lm.requires_grad_(True), adapter=None, export_config=config)
 
 
 def merged(loaded: LoadedLM) -> LoadedLM:
-    """A base with its LoRA merged into one model, all of whose weights train.
-
-    Raises:
-        ConfigError: virtual tokens can't be merged.
-    """
+    """A base with its LoRA merged into one model, all of whose weights train."""
     assert loaded.adapter is not None
-    model = loaded.adapter.model
-    if model.active_peft_config.is_prompt_learning:
-        raise ConfigError("Virtual tokens can't be merged into the weights that are to train.",
-                          where="model.path, model.peft", fix="go on with the adapter: "
-                          "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
-    return _with_weights(loaded, peft_internals.merge(model))
+    return _with_weights(loaded, load_adapters.merge(loaded.adapter.model))
 
 
 @torch.no_grad()

@@ -1,13 +1,15 @@
 """Adapters of PEFT on a frozen causal LM: attached, switched off, saved, loaded, merged.
 
-The causal LM keeps its own class: LoRA's layers stand inside it, virtual tokens become a part of
-it. PEFT's model around it is kept for the format of PEFT's files.
+The causal LM keeps its own class: LoRA's layers stand inside it. PEFT's model around it is kept for
+the format of PEFT's files. No other module touches PEFT's
+private parts: its wrappers inside a model, and the names that they give to weights.
 """
 
 import copy
 import hashlib
 import json
-import re
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,14 +18,16 @@ from typing import Any
 
 import torch
 
-from ppocli.config.text import error_line
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.models.loading import peft_internals
-from ppocli.models.trunk import VirtualTokens
+from ppocli.models.transformers_internals import conv1d
 from ppocli.runs.model_files import ADAPTER_BASE, ADAPTER_WEIGHTS, BaseIdentity
 
 SCORE = "score.weight"
 """the weight of the head by which transformers' decoders score a text"""
+_OWN_PARTS = ("modules_to_save",)
+_WRAPPING_PARTS = ("base_layer", "original_module")
+"""in names of weights: what belongs to an adapter, beside LoRA's, and what stands around the
+base's"""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,11 +40,21 @@ class Adapter:
     base: BaseIdentity
 
 
+def belongs_to_adapter(name: str) -> bool:
+    """Whether a weight of this name is an adapter's own."""
+    return any(part.startswith("lora_") or part in _OWN_PARTS for part in name.split("."))
+
+
+def bare_name(name: str) -> str:
+    """The name that a weight of the base has without the adapter."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPING_PARTS)
+
+
 def base_tensors(lm: Any) -> dict[str, torch.Tensor]:
     """The weights and buffers of a causal LM without its adapter, by the names of a bare one."""
-    return {peft_internals.bare_name(name): tensor
+    return {bare_name(name): tensor
             for name, tensor in lm.state_dict(keep_vars=True).items()
-            if not peft_internals.belongs_to_adapter(name)}
+            if not belongs_to_adapter(name)}
 
 
 def tensors_digest(tensors: Mapping[str, torch.Tensor],
@@ -71,35 +85,43 @@ def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
     return BaseIdentity(path, revision, storage, tensors_digest(tensors))
 
 
-def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision: str | None,
-                tokenizer: str, scores: bool = False) -> Any:
-    """PEFT's configuration of an adapter.
+def peft_config(settings: Mapping[str, Any], *, pair: bool, revision: str | None,
+                scores: bool = False) -> Any:
+    """PEFT's configuration of a LoRA adapter.
 
     Args:
-        kind: lora, prefix or prompt.
         pair: for an encoder-decoder.
-        tokenizer: that encodes a ``prompt_tuning_init_text``.
         scores: for a model that scores texts.
 
     Raises:
-        ConfigError: PEFT refuses the settings, or they don't apply to an encoder-decoder.
+        ConfigError: PEFT refuses the settings.
     """
     import peft
 
-    classes = {"lora": peft.LoraConfig, "prefix": peft.PrefixTuningConfig,
-               "prompt": peft.PromptTuningConfig}
-    if pair and kind != "lora":
-        raise ConfigError(f"An encoder-decoder takes no {kind} adapter here.",
-                          where="model.peft.type", fix="set model.peft.type=lora")
-    fields = dict(settings)
-    if str(fields.get("prompt_tuning_init", "")).upper() == "TEXT":
-        fields.setdefault("tokenizer_name_or_path", tokenizer)
     try:
         task = "SEQ_2_SEQ_LM" if pair else "SEQ_CLS" if scores else "CAUSAL_LM"
-        return classes[kind](task_type=task, revision=revision, **fields)
+        return peft.LoraConfig(task_type=task, revision=revision, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft", fix="see the "
                           "fields of its configuration in PEFT's documentation") from error
+
+
+def _wrap(lm: Any, config: Any) -> Any:
+    """PEFT's model around a causal LM, an encoder-decoder or a model that scores texts, whose head
+    then trains as a whole; it replaces their layers."""
+    import peft
+
+    if hasattr(config, "fan_in_fan_out") and any(isinstance(m, conv1d()) for m in lm.modules()):
+        config.fan_in_fan_out = True  # PEFT would set it too, with a warning for every layer
+    config.base_model_name_or_path = lm.config.name_or_path or None
+    with warnings.catch_warnings():
+        # warnings of several adapters on one model, which is not the case, and of old names in
+        # transformers
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        kinds = {"SEQ_2_SEQ_LM": peft.PeftModelForSeq2SeqLM,
+                 "SEQ_CLS": peft.PeftModelForSequenceClassification}
+        return kinds.get(config.task_type, peft.PeftModelForCausalLM)(lm, config)
 
 
 def attach(lm: Any, config: Any, *, seed: int) -> Any:
@@ -114,38 +136,26 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = peft_internals.wrap(lm, config)
-            if config.is_prompt_learning:
-                # moved, trained and sharded with the model
-                lm.virtual_tokens = VirtualTokens(
-                    model, in_cache=config.peft_type.value == "PREFIX_TUNING")
+            model = _wrap(lm, config)
     except (ValueError, TypeError, AttributeError) as error:
-        fix = "for LoRA name the layers: model.peft.target_modules=all-linear, or =[NAME,...]"
-        if needed := re.search(r"specify `(num_\w+|token_dim)`", str(error)):
-            fix = f"give it: model.peft.{needed[1]}=N"
         raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",
-                          where="model.peft", fix=fix) from error
+                          where="model.peft", fix="name the layers: "
+                          "model.peft.target_modules=all-linear, or =[NAME,...]") from error
     # logits are computed from the output embedding's own weights, only where they are needed; an
     # input embedding that is tied to it has them too, and merging its adapter would change both
     embeddings = lm.get_output_embeddings()  # None of a model that scores texts
     embedding_ids = set() if embeddings is None else {id(p) for p in embeddings.parameters()}
-    if any(id(p) in embedding_ids and (peft_internals.belongs_to_adapter(name)
-                                       or peft_internals.bare_name(name) != name)
+    if any(id(p) in embedding_ids and (belongs_to_adapter(name)
+                                       or bare_name(name) != name)
            for name, p in lm.named_parameters(remove_duplicate=False)):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it; an "
-                          "adapter that covers it is merged where model.peft is left out")
+                          "adapter that has it can be merged first: ppocli export")
     for parameter in lm.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
-
-
-def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """The adapter's weights by the names that PEFT writes."""
-    tensors = peft_internals.saved_tensors(adapter.model)
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def describe_adapter(adapter: Adapter, folder: Path) -> None:
@@ -170,7 +180,7 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
     from peft import set_peft_model_state_dict
 
     expected, saved = ({name: tuple(tensor.shape) for name, tensor in state.items()}
-                       for state in (peft_internals.saved_tensors(adapter.model), tensors))
+                       for state in (adapter_tensors(adapter), tensors))
     if wrong := sorted(name for name in expected.keys() | saved.keys()
                        if expected.get(name) != saved.get(name)):
         in_file, here = (shapes.get(wrong[0], "not there") for shapes in (saved, expected))
@@ -187,8 +197,8 @@ def merged_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
     lm = adapter.model.base_model.model
     tensors = {name: tensor.detach() for name, tensor in base_tensors(lm).items()}
     for name, module in lm.named_modules():
-        tensors |= {f"{peft_internals.bare_name(name)}.{part}": tensor
-                    for part, tensor in peft_internals.merged_layer(module).items()}
+        tensors |= {f"{bare_name(name)}.{part}": tensor
+                    for part, tensor in merged_layer(module).items()}
     return tensors
 
 
@@ -198,8 +208,7 @@ def _check_goes_on(config: Any, settings: Mapping[str, Any], folder: Path) -> No
         if name == "target_modules" and str(value).lower() == "all-linear":
             config.target_modules = value  # PEFT finds them on the base; the weights must fit those
             continue
-        adapter_value = (config.peft_type.value.lower().partition("_")[0] if name == "type" else
-                         getattr(config, name))
+        adapter_value = getattr(config, name)
         both = [sorted(each) if isinstance(each, set | list) else each
                 for each in (adapter_value, value)]
         if name != "lora_dropout" and both[0] != both[1]:
@@ -209,37 +218,12 @@ def _check_goes_on(config: Any, settings: Mapping[str, Any], folder: Path) -> No
                               "the adapter")
 
 
-def changes_embeddings(lm: Any, folder: Path) -> bool:
-    """Whether the adapter in a folder changes or replaces an embedding of ``lm``."""
-    from safetensors import safe_open
-
-    ends = [part for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
-            if part is not None]
-    names = tuple(f"base_model.model.{name}." for name, module in lm.named_modules()
-                  if any(module is part for part in ends))
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        return any(key.startswith(names) for key in file.keys())  # noqa: SIM118
-
-
-def merged_from(lm: Any, folder: Path) -> Any:
-    """``lm`` with the adapter in a folder merged into it, whichever layers it changes.
-
-    Raises:
-        InputError: the files are damaged, or don't fit.
-    """
-    try:
-        return peft_internals.merge(peft_internals.load_frozen(lm, folder)).eval()
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise InputError(f"The adapter in {folder} can't be merged: {error_line(error)}",
-                         where=str(folder), fix="copy the folder again") from error
-
-
 def load_adapter(lm: Any, folder: Path, base: BaseIdentity,
                  goes_on: Mapping[str, Any] | None = None) -> Adapter:
     """Put a saved adapter on its base, frozen unless it ``goes_on``.
 
     Args:
-        goes_on: type and settings of ``model.peft``, if the adapter is to be trained further.
+        goes_on: settings of ``model.peft``, if the adapter is to be trained further.
 
     Raises:
         ConfigError: these are not the adapter's own.
@@ -256,14 +240,98 @@ def load_adapter(lm: Any, folder: Path, base: BaseIdentity,
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"The adapter in {folder} can't be loaded: {error}", where=str(folder),
                          fix="copy the folder again") from error
+    if not isinstance(config, peft.LoraConfig):
+        raise InputError(f"The adapter in {folder} is no LoRA.", where=str(folder),
+                         fix="give a LoRA adapter or a whole model")
     config.inference_mode = goes_on is None
     if goes_on is not None:
         _check_goes_on(config, goes_on, folder)
-    if hasattr(config, "lora_dropout"):
-        config.lora_dropout = (goes_on or {}).get("lora_dropout", 0.0)
+    config.lora_dropout = (goes_on or {}).get("lora_dropout", 0.0)
     adapter = Adapter(attach(lm, config, seed=0), base)
     fill_adapter(adapter, tensors, str(folder))
     if goes_on is None:
         lm.requires_grad_(False)
     lm.eval()
     return adapter
+
+
+def enable_adapter(lm: Any, enabled: bool) -> None:
+    """Switch adapters inside a model's layers on or off, without changing which parameters
+    train."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    trains = {name: p.requires_grad for name, p in lm.named_parameters()}
+    for module in lm.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            module.enable_adapters(enabled)
+    for name, parameter in lm.named_parameters():  # PEFT changes them on the way
+        parameter.requires_grad_(trains[name])
+
+
+def merged_layer(module: Any) -> dict[str, torch.Tensor]:
+    """The weights of a base layer with its adapter merged, by their names in the layer; empty if it
+    has no adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        merged = module.modules_to_save[module.active_adapters[0]]
+    elif isinstance(module, BaseTunerLayer):
+        layer = copy.deepcopy(module)
+        layer.merge()
+        merged = layer.get_base_layer()
+    else:
+        return {}
+    return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
+
+
+def load_frozen(lm: Any, folder: Path) -> Any:
+    """PEFT's model around ``lm``, with the adapter in a folder, whatever it covers."""
+    import peft
+
+    with warnings.catch_warnings():
+        # of old names in transformers, and of tied weights, which :func:`merge` parts
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        return peft.PeftModel.from_pretrained(lm, str(folder))
+
+
+def merge(peft_model: Any) -> Any:
+    """The base with the adapter merged into its weights. If an adapter changes one of two layers
+    that share a weight, such as input and output embedding, they are untied and
+    ``config.tie_word_embeddings`` is cleared: PEFT would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    lm: Any = peft_model.base_model.model
+    shared = Counter(id(p) for _, p in lm.named_parameters(remove_duplicate=False))
+    for module in lm.modules():
+        layer: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        weight = getattr(layer, "weight", None)
+        if weight is not None and shared[id(weight)] > 1:
+            layer.weight = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        lm = peft_model.merge_and_unload()
+    ends = [part for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
+            if part is not None]
+    if len(ends) == 2 and lm.config.get_text_config(decoder=True).tie_word_embeddings:
+        if torch.equal(ends[0].weight, ends[1].weight):
+            lm.tie_weights()
+        else:
+            untie(lm.config)
+    return lm
+
+
+def untie(config: Any) -> None:
+    """Mark embeddings as untied in a model's configuration."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.tie_word_embeddings = False
+
+
+def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """Copies of the adapter's weights on the CPU, by the names that PEFT writes."""
+    from peft import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(adapter.model, save_embedding_layers=False)
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

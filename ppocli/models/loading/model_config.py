@@ -10,8 +10,8 @@ import torch
 
 from ppocli.config import algorithm, schema
 from ppocli.config.text import first_line
-from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder, num_virtual_tokens
+from ppocli.errors import InputError, PpocliError
+from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder
 from ppocli.runs.model_files import adapter_at, find_whole
 
 
@@ -105,8 +105,6 @@ class ModelFacts:
     """What is known of a model before its weights are loaded."""
 
     config: Any
-    num_virtual_tokens: int = 0
-    """that ``model.peft`` puts before every prompt"""
 
 
 def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
@@ -114,7 +112,6 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
 
     Raises:
         InputError: folder or Hub model missing or broken, or one that can't be saved.
-        ConfigError: virtual tokens leave no room.
     """
     from transformers import AutoConfig
 
@@ -128,19 +125,7 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
         raise InputError(f"{cfg.path} is marked as quantized by GGUF, and transformers can't save "
                          "such a model.", where="model.path", fix="if its weights are safetensors, "
                          "remove quantization_config from its config.json")
-    facts = model_facts(cfg, config)
-    positions, virtual_tokens = _positions(facts), facts.num_virtual_tokens
-    if positions is not None and virtual_tokens >= positions:
-        raise ConfigError(f"{virtual_tokens} virtual tokens leave no room: the model has "
-                          f"{positions} positions.", where="model.peft.num_virtual_tokens",
-                          fix=f"set it far below {positions}")
-    return facts
-
-
-def model_facts(cfg: schema.ModelConfig, config: Any) -> ModelFacts:
-    """Facts about the model of ``model.path`` with the virtual tokens of ``model.peft``."""
-    virtual = algorithm.adapter_kind(cfg) in ("prefix", "prompt")
-    return ModelFacts(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
+    return ModelFacts(config)
 
 
 def reference_kind(cfg: schema.ModelConfig) -> str:
@@ -154,13 +139,7 @@ def reference_kind(cfg: schema.ModelConfig) -> str:
 
 
 def max_positions(lm: Any) -> int | None:
-    """Longest sequence the model has positions for, beside its virtual tokens; None when its
-    configuration has no limit."""
-    positions = _positions(lm)
-    return None if positions is None else max(positions - num_virtual_tokens(lm), 0)
-
-
-def _positions(lm: Any) -> int | None:
+    """Longest sequence the model has positions for; None when its configuration has no limit."""
     if lm.config.model_type in RELATIVE_POSITIONS:
         return None  # n_positions in their files is the length they were trained with, not a limit
     limits = (getattr(lm.config, name, None)

@@ -12,7 +12,6 @@ import transformers
 
 from ppocli.config.algorithm import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
-from ppocli.config.text import pasted
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import InputError
 from ppocli.models.loading import language_model
@@ -67,7 +66,6 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     source = model_files.find_model(name, key=key, revision=cfg.revision, needs="model")
     model, config = language_model.load_weights(cfg, source, _class_of_value, key=key,
                                                 dtype=torch.float32, what="value model")
-    _refuse_classifier(config, name, key)
     language_model.make_ready(cfg, model)
     trunk, score = model.base_model, getattr(model, "score", None)
     if getattr(trunk, "pooler", None) is not None:
@@ -79,19 +77,6 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
         log.info("values start as the scores of %s", name)
         return ValueModel(trunk), ScoreHead(score)
     return ValueModel(trunk), ValueHead(state_width(trunk), torch.Generator().manual_seed(seed))
-
-
-def _refuse_classifier(config: Any, name: str, key: str) -> None:
-    """Refuse a model with several outputs: none of them is a value."""
-    kinds = ("ForSequenceClassification", "ForTokenClassification")
-    if config.num_labels != 1 and any(kind in architecture for kind in kinds
-                                      for architecture in config.architectures or []):
-        labels = [str(config.id2label[i]) for i in range(config.num_labels)]
-        label = pasted(f"reward.kwargs.label={labels[-1]}")
-        raise InputError(f"{name} has {len(labels)} outputs ({', '.join(labels)}); a value has "
-                         "one.", where=key, fix="give a reward model, which has one, or the "
-                         "language model that it was made of; as a reward a classifier takes a "
-                         f"label: reward.fn=classifier {label}")
 
 
 def _class_of_value(config: Any) -> Any:

@@ -1,20 +1,32 @@
-"""vLLM servers: one, as its routes see it; and rows of a rollout handed to whichever is free."""
+"""vLLM servers: one, as its routes see it; the policy's weights, as servers read them from a folder
+of safetensors that is new for each version; rows of a rollout handed to whichever is free."""
 
 import json
 import logging
 import math
+import os
+import shutil
+import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
 
 from ppocli.config.schema import RolloutConfig
 from ppocli.config.user_code import shorten
-from ppocli.errors import SamplerError
-from ppocli.models.trunk import Vocabulary
+from ppocli.errors import DiskError, SamplerError
+from ppocli.models.head import Vocabulary
+from ppocli.models.loading.load_adapters import Adapter, merged_tensors
 from ppocli.rewards.remote import Client, from_environment, retry_after
 
 log = logging.getLogger(__name__)
@@ -27,14 +39,14 @@ BUSY, TRIES, LONGEST_PAUSE = (429, 503), 4, 30.0
 """statuses that are tried again, how often, and the most seconds before"""
 LOOK = 10.0
 """seconds for an answer that needs no work"""
+_PREFIX = "ppocli-weights-"
+SEEN = "seen"
+"""a folder without weights beside them: who can read it sees the weights, too"""
 POLL_SECONDS = 0.1
-HOW_TO = "start it as `ppocli vllm-command` with this run's words prints it"
+HOW_TO = ("start it as `ppocli vllm-command` with this run's words prints it; a run that has begun "
+          "goes on by ppocli resume")
 _REMEDIES = {401: "rollout.token_env=VARIABLE names the variable that holds its token",
              404: f"{HOW_TO}; the routes are those of vLLM 0.32"}
-
-
-class Lost(Exception):
-    """A server that can't be used any more, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +63,13 @@ class Answer:
 
 
 class Server:
-    """A server's address, and what has become of it."""
+    """A server and its routes, all of which raise SamplerError: it is away, too slow or broken, the
+    request is refused, or the answer makes no sense."""
 
     def __init__(self, url: str, cfg: RolloutConfig, vocabulary: Vocabulary | None = None) -> None:
         token = cfg.token_env and from_environment(cfg.token_env, "Authorization",
                                                    "rollout.token_env", SamplerError)
-        self.url, self.lost = url.rstrip("/"), ""
-        """why it can't be used"""
+        self.url = url.rstrip("/")
         absent = [] if vocabulary is None else vocabulary.absent
         self._rows, self._absent = 2**31 if vocabulary is None else vocabulary.rows, set(absent)
         self._bias = {"logit_bias": dict.fromkeys(map(str, absent), NEVER)} if absent else {}
@@ -67,22 +79,16 @@ class Server:
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, *, most: int = ANSWER,
             timeout: float | None = None) -> Any:
-        """The JSON that a route answers to a GET, or to a POST of ``body``.
-
-        Raises:
-            Lost: the server is away, too slow or broken.
-            SamplerError: the request is refused, or the answer makes no sense.
-        """
+        """The JSON that a route answers to a GET, or to a POST of ``body``."""
         method, sent = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
         for attempt in range(TRIES):
             try:
                 answer = self._client.ask(method, self.url + path, sent, most, timeout)
-            except TimeoutError as error:
-                raise Lost(str(error)) from error
-            except ConnectionError as error:
-                if attempt == 0:  # vLLM closes a connection behind an error without saying so
+            except (TimeoutError, ConnectionError) as error:
+                # vLLM closes a connection behind an error without saying so
+                if attempt == 0 and isinstance(error, ConnectionError):
                     continue
-                raise Lost(str(error)) from error
+                raise _refused(str(error)) from error
             status, content = answer.status_code, answer.content
             reply = f"{self.url}{path} answered {status}"
             if status not in BUSY or attempt == TRIES - 1:
@@ -90,12 +96,8 @@ class Server:
             pause = max(2.0**attempt, retry_after(answer, LONGEST_PAUSE))
             log.warning("%s; trying again in %g s", reply, pause)
             time.sleep(pause)
-        if status >= 500 or status in BUSY:
-            raise Lost(f"{reply}: {_message(content)}")
-        if status != 200:
+        if status != 200 or len(content) > most:
             raise _refused(f"{reply}: {_message(content)}", _REMEDIES.get(status, HOW_TO))
-        if len(content) > most:
-            raise _refused(f"{reply} with more than {most} bytes.")
         try:
             return json.loads(content or b"null")
         except (ValueError, RecursionError):
@@ -107,66 +109,41 @@ class Server:
         Args:
             name: that :func:`~ppocli.sampling.vllm.server_process.served_name` gives it.
             tokens: of the longest prompt and response together.
-
-        Raises:
-            Lost, SamplerError.
         """
         listing = self.ask("/v1/models", timeout=LOOK)
         try:
             models = {str(one["id"]): int(one.get("max_model_len") or 0) for one in listing["data"]}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _refused(f"{self.url} answered no list of models ({error!r}): "
-                           f"{shorten(json.dumps(listing))}") from None
-        if name not in models:
-            raise _refused(f"{self.url} serves {', '.join(models) or 'no model'}; this run's is "
-                           f"{name}.")
-        if models[name] < tokens:
-            raise _refused(f"{self.url} takes {models[name]} tokens; the longest prompt and "
-                           f"response have {tokens}.")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            models = {}
+        if models.get(name, -1) < tokens:
+            served = ", ".join(f"{one} (up to {most} tokens)" for one, most in models.items())
+            raise _refused(f"{self.url} serves {served or 'no model'}; this run's is {name}, with "
+                           f"up to {tokens} tokens.")
 
     def holds(self, version: str) -> bool:
         """Whether it has this version of the weights."""
-        with suppress(Lost):
-            info = self.ask("/weight_info", timeout=LOOK)
-            return isinstance(info, dict) and info.get("weight_version") == version
-        return False
+        info = self.ask("/weight_info", timeout=LOOK)
+        return isinstance(info, dict) and info.get("weight_version") == version
 
     def load(self, send: Callable[[], None], version: str) -> None:
         """Replace the weights, and forget all that was made by others.
 
         Args:
             send: gives them to the server.
-
-        Raises:
-            Lost, SamplerError.
         """
         self.ask("/pause?mode=abort", {})  # what a run has left that was killed
         send()
         done = self.ask("/reset_prefix_cache", {})
         if not (isinstance(done, dict) and done.get("success")):
-            raise Lost(f"{self.url} could not forget its prefix cache")
+            raise _refused(f"{self.url} could not forget its prefix cache.")
         self.ask("/update_weight_version", {"new_version": version})
         self.ask("/resume", {})
-        self.lost = ""
-
-    def call(self, method: str, **words: Any) -> list[Any]:
-        """What a method of each of its workers returns.
-
-        Raises:
-            Lost, SamplerError.
-        """
-        reply = self.ask("/collective_rpc", {"method": method, "kwargs": words})
-        results = reply.get("results") if isinstance(reply, dict) else None
-        return results if isinstance(results, list) else []
 
     def generate(self, ids: Sequence[int], params: Mapping[str, Any]) -> Answer:
         """One response to a prompt.
 
         Args:
             params: fields of vLLM's ``SamplingParams``.
-
-        Raises:
-            Lost, SamplerError.
         """
         limit = int(params["max_tokens"])
         reply = self.ask("/inference/v1/generate", most=ANSWER + A_TOKEN * limit, body={
@@ -182,18 +159,14 @@ class Server:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _refused(f"{self.url} answered no response with logprobs and weight versions "
                            f"({error!r}): {shorten(json.dumps(reply))}") from None
-        if reason == "abort":
-            raise _refused(f"{self.url} has broken a response off: somebody else uses it.",
-                           "give each run servers of its own")
-        if not same or not 0 < len(tokens) <= limit or (reason != "stop" and len(tokens) < limit):
-            raise _refused(f"{self.url} answered {len(tokens)} tokens of at most {limit} with "
-                           f"{len(logprobs)} logprobs ({reason}).")
-        for one, logprob in zip(tokens, logprobs, strict=True):
-            # NaN is in no range; what is certain may be rounded to a little more than 0
-            if (one in self._absent or not 0 <= one < self._rows
-                    or not -math.inf < logprob < 1e-2):
-                raise _refused(f"{self.url} answered token {one} with logprob {logprob}, which its "
-                               "model can't have said.")
+        fits = 0 < len(tokens) <= limit and (reason == "stop" or len(tokens) == limit) and all(
+            0 <= one < self._rows and one not in self._absent for one in tokens)
+        # NaN is in no range; what is certain may be rounded to a little more than 0
+        if not (same and fits and all(-math.inf < logprob < 1e-2 for logprob in logprobs)):
+            raise _refused(f"{self.url} answered what its model can't have sampled, or broke a "
+                           f"response off ({reason}): {shorten(json.dumps(choice))}",
+                           "give each run servers of its own, started as `ppocli vllm-command` "
+                           "prints it")
         return Answer(tokens, logprobs, reason == "stop", versions)
 
 
@@ -209,25 +182,114 @@ def _message(content: bytes) -> str:
     return shorten(text) or "nothing"
 
 
-class Dealing:
-    """Rows under way at several servers. Those of a server that is lost go to the others.
+def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The state dict of a causal LM, LoRA's products added, in the type that servers compute in.
+    Output embeddings that are the input ones are there a second time."""
+    state = lm.state_dict() if adapter is None else merged_tensors(adapter)
+    tensors: dict[str, torch.Tensor] = {}
+    places = set[int]()
+    for name, tensor in state.items():
+        sent = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
+        if sent.data_ptr() in places:
+            sent = sent.clone()
+        places.add(sent.data_ptr())
+        tensors[name] = sent
+    return tensors
+
+
+class WeightsFolder:
+    """Versions of the weights, put into a folder one after another; it goes when the process ends.
 
     Args:
-        servers: those that are there.
+        parent: a folder that the servers see (default: the one for temporary files).
+
+    Raises:
+        DiskError: nothing can be written there.
+    """
+
+    def __init__(self, parent: str | None) -> None:
+        try:
+            if parent is None:
+                _remove_abandoned()
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent)
+                             ).resolve()
+        except OSError as error:
+            raise _no_room(parent, error) from error
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        self._newest = self.path
+
+    def write(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        """Write these weights under the names of their checkpoint format, in place of the version
+        before.
+
+        Raises:
+            DiskError: the disk is full.
+        """
+        self._newest = folder = self.path / version
+        if folder.is_dir():
+            return
+        old = list(self.path.iterdir())
+        try:
+            (folder / SEEN).mkdir(parents=True)
+            save_file({}, folder / SEEN / "model.safetensors")
+            lm.save_pretrained(folder, state_dict=dict(tensors))
+        except OSError as error:
+            raise _no_room(str(folder), error) from error
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def check_readable(self, server: Server) -> None:
+        """Make sure that a server sees the folder: a reload that fails takes vLLM's engine with it.
+        It loads a folder without weights, which changes nothing.
+
+        Raises:
+            SamplerError.
+        """
+        try:
+            _reload(server, self._newest / SEEN, is_checkpoint_format=False)
+        except SamplerError as error:
+            server.ask("/health", timeout=LOOK)
+            raise SamplerError(f"{server.url} can't read the weights in {self._newest}: "
+                               f"{error.what}", where="rollout.weights_dir", fix="name a folder "
+                               "that the servers see under the same path") from error
+
+    def load(self, server: Server) -> None:
+        """Replace a server's weights by the newest, from a thread of its own for each server."""
+        _reload(server, self._newest)
+
+
+def _reload(server: Server, folder: Path, **how: Any) -> None:
+    server.ask("/collective_rpc", {"method": "reload_weights",
+                                   "kwargs": {"weights_path": str(folder), **how}})
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of processes of this machine that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _no_room(folder: str | None, error: OSError) -> DiskError:
+    return DiskError(f"Weights for servers can't be written: {error}.", where="rollout.weights_dir",
+                     fix=f"make room in {folder or tempfile.gettempdir()}, or name another folder")
+
+
+class Dealing:
+    """Rows under way at several servers.
+
+    Args:
         ask: has a server answer a row.
         count: how many rows there are.
         each: most rows under way at one server.
-        none_left: the error once all servers are lost.
     """
 
     def __init__(self, servers: Sequence[Server], ask: Callable[[Server, int], Answer], count: int,
-                 each: int, none_left: Callable[[], SamplerError]) -> None:
-        self._servers, self._ask, self._count = servers, ask, count
-        self._none_left = none_left
-        self._changed = threading.Condition()
-        self._waiting, self._closed = deque(range(count)), False
-        self._answers: dict[int, Answer] = {}
-        self._failed: BaseException | None = None
+                 each: int) -> None:
+        self._ask, self._closed = ask, threading.Event()
+        self._answers: list[Future[Answer]] = [Future() for _ in range(count)]
+        self._waiting = deque(range(count))
         for _ in range(min(each, count)):
             for server in servers:  # in turn: fewer rows than one could take are split evenly too
                 # daemons: a server that hangs must not keep a process that wants to end
@@ -241,52 +303,24 @@ class Dealing:
             poll: called every now and then; may raise to stop.
 
         Raises:
-            SamplerError: no server is left, or what one says makes no sense.
+            SamplerError: a server is lost, or what one says makes no sense.
         """
-        answers = []
-        with self._changed:
-            for row in rows:
-                while row not in self._answers:
-                    poll()
-                    if self._failed is not None:
-                        raise self._failed
-                    if all(server.lost for server in self._servers):
-                        self._closed = True
-                        raise self._none_left()
-                    self._changed.wait(POLL_SECONDS)
-                answers.append(self._answers[row])
-        return answers
+        answers = [self._answers[row] for row in rows]
+        while (state := wait(answers, POLL_SECONDS, "FIRST_EXCEPTION")).not_done:
+            poll()
+            for answer in state.done:
+                answer.result()  # raises what went wrong
+        return [answer.result() for answer in answers]
 
     def close(self) -> None:
         """Ask for nothing more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed.set()
 
     def _serve(self, server: Server) -> None:
-        while (row := self._next(server)) is not None:
-            result: Answer | BaseException
-            try:
-                result = self._ask(server, row)
-            except BaseException as error:
-                result = error
-            with self._changed:
-                if isinstance(result, Lost):
-                    if not server.lost:
-                        log.warning("%s; its responses are asked for elsewhere", result)
-                    server.lost = server.lost or str(result)
-                    self._waiting.appendleft(row)
-                elif isinstance(result, BaseException):
-                    self._failed = result
-                else:
-                    self._answers[row] = result
-                self._changed.notify_all()
-
-    def _next(self, server: Server) -> int | None:
-        with self._changed:
-            while not (self._closed or self._failed or len(self._answers) == self._count):
-                if self._waiting and not server.lost:
-                    return self._waiting.popleft()
-                # one that is lost may be back before rows that were asked for ahead are wanted
-                self._changed.wait(POLL_SECONDS if server.lost else None)
-        return None
+        with suppress(IndexError):
+            while not self._closed.is_set():
+                row = self._waiting.popleft()
+                try:
+                    self._answers[row].set_result(self._ask(server, row))
+                except BaseException as error:
+                    self._answers[row].set_exception(error)

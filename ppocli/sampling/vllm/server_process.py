@@ -23,7 +23,7 @@ from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.runs.model_files import find_whole
 from ppocli.sampling.vllm import keeper
-from ppocli.sampling.vllm.server import Lost, Server
+from ppocli.sampling.vllm.server import Server
 
 log = logging.getLogger("ppocli")
 
@@ -111,23 +111,6 @@ def shell_line(words: Sequence[str]) -> str:
     return " ".join([*variables, shlex.join(words)])
 
 
-def check_python(cfg: schema.RolloutConfig) -> None:
-    """Make sure that the interpreter is there and has vLLM.
-
-    Raises:
-        SamplerError: it doesn't.
-    """
-    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        done = subprocess.run([str(cfg.python), "-c", find], capture_output=True, check=False)
-        what = "has no vLLM" if done.returncode else ""
-    except OSError as error:
-        what = f"can't be started: {error.strerror}"
-    if what:
-        raise SamplerError(f"{cfg.python} {what}.", where="rollout.python", fix="name the Python "
-                           "of an environment with vLLM, build/vllm/bin/python say")
-
-
 def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
                    servers: Sequence[Server]) -> None:
     """Start a server at each address, which lives as long as ``owner`` and this process do.
@@ -139,8 +122,7 @@ def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
     folder.mkdir(parents=True, exist_ok=True)
     begun = []
     for server in servers:
-        with suppress(Lost):
-            server.ask("/health", timeout=_PAUSE)
+        if _answers(server):
             raise SamplerError(f"Somebody's server answers at {server.url} already.",
                                where="rollout.urls, rollout.launch",
                                fix="end it, or give another address; rollout.launch=false uses it")
@@ -162,12 +144,16 @@ def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
         _wait(server, process, path, cfg.rollout.timeout)
 
 
+def _answers(server: Server) -> bool:
+    with suppress(SamplerError):
+        server.ask("/health", timeout=_PAUSE)
+        return True
+    return False
+
+
 def _wait(server: Server, process: subprocess.Popen[bytes], path: Path, seconds: float) -> None:
     until = time.monotonic() + seconds
-    while True:
-        with suppress(Lost):
-            server.ask("/health", timeout=_PAUSE)
-            return
+    while not _answers(server):
         ended = process.poll() is not None
         if ended or time.monotonic() > until:
             what = "has ended" if ended else f"was not there within {seconds:g} s"

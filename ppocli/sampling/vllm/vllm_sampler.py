@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +16,33 @@ from ppocli.data.prompt_set import PromptBatch
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import SamplerError
+from ppocli.models.head import vocabulary_of
 from ppocli.models.layout import padded
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.load_adapters import tensors_digest
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
-from ppocli.models.trunk import vocabulary_of
 from ppocli.runs.daemon import in_daemon
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, check_stop
-from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
-from ppocli.sampling.token_choice import SamplingSpec, lengths, uniform
+from ppocli.sampling.samples import (
+    Generation,
+    Samples,
+    SamplingSpec,
+    TokenRows,
+    lengths,
+    single_turn,
+    uniform,
+)
 from ppocli.sampling.vllm import server_process
-from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
-from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
+from ppocli.sampling.vllm.server import (
+    HOW_TO,
+    Answer,
+    Dealing,
+    Server,
+    WeightsFolder,
+    tensors_of,
+)
 
 log = logging.getLogger("ppocli")
 
@@ -65,7 +77,8 @@ class VllmSampler(DecodeSampler):
         if self.setup.cfg.rollout.launch:
             server_process.launch_servers(self, self.setup.cfg,
                                   ModelFacts(self.setup.loaded.export_config), self.servers)
-        check_servers(self.servers, self.name, 0)
+        for server in self.servers:
+            server.check(self.name, 0)
 
     @contextmanager
     def acting(self, policy: Policy) -> Iterator[Policy]:
@@ -74,9 +87,7 @@ class VllmSampler(DecodeSampler):
             ranks = self.setup.backend.ranks
             if ranks.first_does(lambda: self._changed(acting.lm)) and self._ahead is not None:
                 ranks.all_do(self._ahead.settle, "rollout")
-            self.version, lost = ranks.first_does(lambda: self._update(acting.lm))
-            for server, why in zip(self.servers, lost, strict=True):
-                server.lost = why
+            self.version = ranks.first_does(lambda: self._update(acting.lm))
             self._lm = acting.lm
             try:
                 yield acting
@@ -98,43 +109,33 @@ class VllmSampler(DecodeSampler):
     def _newest(self) -> str:
         return f"{self._run}-{self._sent}"
 
-    def _update(self, lm: Any) -> tuple[str, list[str]]:
-        """The version that servers have from now on, and why each is lost.
+    def _update(self, lm: Any) -> str:
+        """The version that servers have from now on.
 
         Raises:
-            SamplerError: none is left, or one says other tokens than we do.
+            SamplerError: one is lost, or says other tokens than we do.
         """
         version, weights = self._newest, self._weights
         assert weights is not None
-        todo = [one for one in self.servers if one.lost or not one.holds(version)]
+        todo = [one for one in self.servers if not one.holds(version)]
         begun = [in_daemon(partial(self._give, one, weights), f"updating {one.url}")
                  for one in todo]
         for server, future in zip(todo, begun, strict=True):
-            try:
-                future.result()
-                self._probe(server, lm)
-            except Lost as error:
-                if not server.lost:
-                    log.warning("%s; it is left out", error)
-                server.lost = str(error)
-        if all(server.lost for server in self.servers):
-            raise self._none_left()
-        return version, [server.lost for server in self.servers]
+            future.result()
+            self._probe(server, lm)
+        return version
 
     def _give(self, server: Server, weights: WeightsFolder) -> None:
         server.check(self.name, 0)
-        was_lost = bool(server.lost)
         weights.check_readable(server)
         server.load(partial(weights.load, server), self._newest)
-        if was_lost:
-            log.info("%s is back", server.url)
 
     @torch.no_grad()
     def _probe(self, server: Server, lm: Any) -> None:
         """Compare a greedy continuation with what the policy says of it.
 
         Raises:
-            Lost, SamplerError.
+            SamplerError: they differ.
         """
         room = max_positions(lm) or 2**31
         ids = [(17 * i + 5) % self._vocabulary.size for i in range(min(PROBE, room // 2))]
@@ -160,7 +161,7 @@ class VllmSampler(DecodeSampler):
         """As :class:`Sampler`.
 
         Raises:
-            SamplerError: no server is left, or what one says makes no sense.
+            SamplerError: a server is lost, or what one says makes no sense.
         """
         self._check_acting(model)
         begun = self.begin(prompts, spec, stream)
@@ -210,7 +211,14 @@ class VllmSampler(DecodeSampler):
 
     def answer(self, contexts: TokenRows, spec: SamplingSpec, seed: int, stream: int,
                episodes: Sequence[int], poll: Callable[[], None]) -> Generation:
-        """As :class:`ppocli.sampling.prompting.Servers`."""
+        """One whole response to each of these ids.
+
+        Args:
+            poll: called every now and then; may raise to stop.
+
+        Raises:
+            SamplerError: a server is lost.
+        """
         with closing(self.deal(contexts, sampling_params(spec, seed, stream, episodes))) as dealing:
             return generation_of(dealing.take(range(len(contexts)), poll))
 
@@ -225,20 +233,13 @@ class VllmSampler(DecodeSampler):
         def ask(server: Server, row: int) -> Answer:
             answer = server.generate(contexts[row], params[row])
             if set(answer.versions) != {version}:
-                raise Lost(f"{server.url} has sampled with weights {' and '.join(answer.versions)} "
-                           f"instead of {version}: it was started anew, or another run uses it")
+                raise SamplerError(
+                    f"{server.url} has sampled with weights {' and '.join(answer.versions)} instead"
+                    f" of {version}: it was started anew, or another run uses it.",
+                    where="rollout.urls", fix="ppocli resume gives it the weights again")
             return answer
 
-        return Dealing([one for one in self.servers if not one.lost], ask, len(contexts),
-                       self.setup.cfg.rollout.concurrency, self._none_left)
-
-    def _none_left(self) -> SamplerError:
-        cfg = self.setup.cfg
-        resume = f", then: ppocli resume {Path(cfg.output_dir) / cfg.run_name}" if cfg.run_name \
-            else ""
-        why = "; ".join(f"{one.url}: {one.lost}" for one in self.servers)
-        return SamplerError(f"No server is left to sample: {why}", where="rollout.urls",
-                            fix=f"{HOW_TO}{resume}")
+        return Dealing(self.servers, ask, len(contexts), self.setup.cfg.rollout.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,7 @@ class Begun:
         """Samples of these rows, once they are there.
 
         Raises:
-            SamplerError: no server is left, or what one says makes no sense.
+            SamplerError: a server is lost, or what one says makes no sense.
         """
         prompts = self.prompts
         answers = self.dealing.take(range(len(prompts))[rows], poll)
@@ -263,22 +264,6 @@ class Begun:
         self.take(slice(None), lambda: None)
 
 
-def check_servers(servers: Sequence[Server], name: str, tokens: int) -> None:
-    """Make sure that all of them are there and serve the run's own model.
-
-    Args:
-        name, tokens: as of :meth:`Server.check`.
-
-    Raises:
-        SamplerError: one doesn't.
-    """
-    for server in servers:
-        try:
-            server.check(name, tokens)
-        except Lost as error:
-            raise SamplerError(str(error), where="rollout.urls", fix=HOW_TO) from error
-
-
 def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, longest_prompt: int
                  ) -> None:
     """Find out, before weights are loaded, that servers are missing or serve something else. All
@@ -287,15 +272,13 @@ def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, l
     Raises:
         SamplerError: which, and how to start it.
     """
-    if cfg.rollout.engine != "vllm":
-        return
-    if cfg.rollout.launch:
-        backend.ranks.first_does(lambda: server_process.check_python(cfg.rollout))
-    else:
-        backend.ranks.first_does(lambda: check_servers(
-            [Server(url, cfg.rollout) for url in cfg.rollout.urls],
-            server_process.served_name(cfg, facts.config), server_process.most_tokens(cfg,
-                                                                                      longest_prompt)))
+    def check() -> None:
+        name = server_process.served_name(cfg, facts.config)
+        for url in cfg.rollout.urls:
+            Server(url, cfg.rollout).check(name, server_process.most_tokens(cfg, longest_prompt))
+
+    if cfg.rollout.engine == "vllm" and not cfg.rollout.launch:
+        backend.ranks.first_does(check)
 
 
 def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int], *,
