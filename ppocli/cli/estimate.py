@@ -51,7 +51,7 @@ def print_estimate(
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = composed(overrides or [])
     from ppocli.config import tasks
-    from ppocli.config.algorithm import longest_rollout
+    from ppocli.config.tasks import longest_rollout
     from ppocli.models.memory import estimate, models_of, read_config
     from ppocli.models.memory_check import advice, compared
     from ppocli.runs.model_files import quiet_transformers
@@ -107,7 +107,7 @@ def composed(words: Sequence[str]) -> TrainConfig:
     read = read_words(words)
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't describe a single run.", where="command line",
-                          fix="leave out -m, --cfg, --info and --hydra-help")
+                          fix="leave out -m and --cfg")
     composition = compose.compose(read)
     problems.raise_problems([p for p in composition.problems()
                              if p.key not in NOT_NEEDED], composition.hint)
@@ -118,7 +118,7 @@ def composed(words: Sequence[str]) -> TrainConfig:
 def _prompt_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, None, str]:
     """Tokens of the longest prompt; what the configuration says of responses; and how the first is
     known."""
-    from ppocli.config.algorithm import longest_response
+    from ppocli.config.tasks import longest_response
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 

@@ -28,10 +28,8 @@ WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """context settings of commands that take words with leading dashes for Hydra"""
 HYDRA_FLAGS = {
     "-m": "run every combination of KEY=A,B", "--multirun": "run every combination of KEY=A,B",
-    "--cfg": "print the composed configuration", "--resolve": "with --cfg: resolve references",
-    "--package": "with --cfg: a part of it", "--info": "where configuration comes from",
+    "--cfg": "print the composed configuration", "--package": "with --cfg: a part of it",
     "--config-dir": "a folder with your own recipes or config groups",
-    "--config-name": "another primary config", "--hydra-help": "Hydra's own help",
     "--trust": "with resume=RUN: run code that its configuration names"}
 
 Record = TypeVar("Record")

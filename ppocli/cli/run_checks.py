@@ -115,8 +115,7 @@ def check_words(words: Sequence[str], *, colour: bool = False) -> Checked:
         read = read_words(words)
         if read.only_prints:
             raise ConfigError("These options only print something; there is no run to check.",
-                              where="command line", fix="leave out --cfg, --info, --hydra-help and "
-                              "--shell-completion")
+                              where="command line", fix="leave out --cfg")
         if read.is_sweep:
             _check_sweep(read, checked)
         else:

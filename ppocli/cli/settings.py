@@ -283,7 +283,7 @@ def _value(key: Key) -> dict[str, Any]:
     elif key.kind == "mapping":
         body = {"type": "object"}
     elif key.kind == "sweep":
-        body = {"anyOf": [_item(key), {"type": "array", "minItems": 1, "uniqueItems": True,
+        body = {"anyOf": [_item(key), {"type": "array", "minItems": 1,
                                        "items": {"anyOf": [_item(key), _INTERPOLATION]}}]}
     else:
         body = _item(key)

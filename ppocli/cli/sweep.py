@@ -29,8 +29,8 @@ from ppocli.config.hydra_sweep import (
     run_sweep_jobs,
     sweep_dir,
 )
-from ppocli.config.precedence import LENGTHS
 from ppocli.config.resume_policy import keeping_settled
+from ppocli.config.rules import LENGTHS
 from ppocli.config.schema import SweepConfig
 from ppocli.config.text import first_line, pasted, short_path
 from ppocli.distributed.stop import StopRequested

@@ -111,7 +111,7 @@ class JobRunner:
                  f"run_name={config_yaml.quoted(job.folder.name)}", "resume=auto")
         words = job.typed.without("resume", "output_dir", "--multirun").adding(*place)
         before = log.stat().st_size if log.exists() else 0
-        code = self._exit_code(job_process.start(words.argv(whole=True), log, self.cwd,
+        code = self._exit_code(job_process.start(words.argv(), log, self.cwd,
                                                  {**self.variables, **variables}))
         status = "finished" if code == 0 else \
             "stopped" if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) else "failed"

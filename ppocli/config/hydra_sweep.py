@@ -163,7 +163,7 @@ def run_sweep_jobs(words: Words, begin: Callable[[Begin], tuple[Path, RunJob]], 
                           where=COMMAND_LINE, fix="to go on with a sweep: the same words, "
                           "hydra.sweep.dir=FOLDER resume=auto")
     with hydra_bridge.hydra_for(words, _untyped()):
-        loader = hydra_bridge.config_loader(words)
+        loader = hydra_bridge.config_loader()
         swept = _sweep_words(loader, words.overrides)
         launcher = _launcher(words, loader)
         shared, job_words = _shared(words, loader, swept)
@@ -234,7 +234,7 @@ def _launcher(words: Words, loader: hydra_bridge.Loader) -> Launcher:
         ConfigError: one of its settings is wrong.
     """
     of_hydra = [str(each) for each in words.settings if each.key.startswith(("hydra.", "hydra/"))]
-    hydra = loader.load_configuration(hydra_bridge.config_name(words), of_hydra,
+    hydra = loader.load_configuration(hydra_bridge.PRIMARY, of_hydra,
                                       RunMode.MULTIRUN).hydra
     name = str(hydra.runtime.choices.get("hydra/launcher") or BASIC)
     if name == BASIC:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import algorithm, extras, schema, schema_training, secrets, tasks
+from ppocli.config import import_guard, schema, schema_training, secrets, tasks
 from ppocli.config.keys import is_import_path, schema_keys
 from ppocli.config.text import cut, did_you_mean, shown
 from ppocli.ppo.advantages import CRITERIA, ESTIMATORS, why_no_bound
@@ -228,9 +228,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
     yield (config.model.reference.kind == "none" and ppo.init_kl_coef > 0,
            "model.reference.kind, ppo.init_kl_coef", "a KL penalty needs a reference: set "
            "ppo.init_kl_coef=0 or model.reference.kind=copy")
-    yield (ppo.init_kl_coef == 0 and ppo.kl_controller == "adaptive",
-           "ppo.kl_controller, ppo.init_kl_coef", "the adaptive controller can never leave 0")
-    yield (algorithm.full_kl_in_loss(ppo) and algorithm.reference_sharded(config),
+    yield (tasks.full_kl_in_loss(ppo) and tasks.reference_sharded(config),
            "ppo.kl_estimator, hardware.zero_stage",
            "the full KL in the loss needs a whole reference: use k3+, k2 or k3, ppo.kl_in=reward, "
            "or a copy with model.reference.shard=false")
@@ -254,7 +252,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
 
 def _value_and_reference(config: schema.TrainConfig) -> Rules:
     value, reference = config.model.value, config.model.reference
-    kind, peft = algorithm.reference_kind(config.model), bool(config.model.peft)
+    kind, peft = tasks.reference_kind(config.model), bool(config.model.peft)
     yield (value.path is not None and value.kind != "model" and not Path(value.path).is_dir(),
            "model.value.path, model.value.kind",
            f"a value function of kind {value.kind} is made from the policy, or starts as another "
@@ -262,8 +260,6 @@ def _value_and_reference(config: schema.TrainConfig) -> Rules:
     yield (value.kind == "branch" and value.num_layers_unfrozen < 1,
            "model.value.num_layers_unfrozen, model.value.kind",
            "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
-    yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device or "cpu"),
-           "model.reference.device", f"{reference.device} must be cpu, cuda or cuda:N")
     for name in ("device", "sync_every"):
         yield (getattr(reference, name) is not None and kind != "copy"
                and not (peft and name == "sync_every"),
@@ -272,11 +268,11 @@ def _value_and_reference(config: schema.TrainConfig) -> Rules:
 
 
 def _engine(config: schema.TrainConfig) -> Rules:
-    rollout, engine, engines = config.rollout, config.rollout.engine, algorithm.OUR_ENGINES
+    rollout, engine, engines = config.rollout, config.rollout.engine, tasks.OUR_ENGINES
     yield (engine not in engines and not is_import_path(engine), "rollout.engine",
            f"{shown(engine)} must be one of {', '.join(engines)}, or the import path of a "
            f"sampler of your own (my_sampler.py:Sampler){did_you_mean(engine, engines)}")
-    yield ((engine == "vllm" or config.env.fn) and not algorithm.whole_while_acting(config),
+    yield ((engine == "vllm" or config.env.fn) and not tasks.whole_while_acting(config),
            "hardware.gather_for_generation", "servers and environments need whole weights: set "
            "hardware.gather_for_generation=true")
     if engine != "vllm":
@@ -291,7 +287,7 @@ def _engine(config: schema.TrainConfig) -> Rules:
                f"{cut(url, 80)} must be an address such as http://127.0.0.1:8000")
     yield (rollout.token_env is not None and not secrets.VARIABLE.fullmatch(rollout.token_env),
            "rollout.token_env", "must be the name of an environment variable (not shown)")
-    yield (config.model.quantization or algorithm.adapter_kind(config.model) in (
+    yield (config.model.quantization or tasks.adapter_kind(config.model) in (
         "prefix", "prompt"), "rollout.engine, model.peft.type", "servers take whole weights and "
         "LoRA, no virtual tokens and no quantized base: use rollout.engine=decode")
     yield (config.ppo.logprobs_from == "decode", "rollout.engine, ppo.logprobs_from",
@@ -303,7 +299,7 @@ def _optimizers(config: schema.TrainConfig) -> Rules:
     """Rules on optimizers, by their effective settings."""
     zero, owner = config.hardware.zero_stage > 0, tasks.updates_section(config)
     section = tasks.updates_of(config)
-    kinds = [optimizer.name for optimizer in algorithm.optimizers_of(section)]
+    kinds = [optimizer.name for optimizer in tasks.optimizers_of(section)]
     for node, kind in zip(("optimizer", "value_optimizer"), kinds, strict=False):
         settings, where = getattr(section, node), f"{owner}.{node}"
         yield (settings.betas is not None and len(settings.betas) != 2, f"{where}.betas",
@@ -313,7 +309,7 @@ def _optimizers(config: schema.TrainConfig) -> Rules:
             yield (name not in schema_training.OPTIMIZER_KEYS.get(kind, (name,))
                    and getattr(settings, name) != default, f"{where}.{name}, {where}.name",
                    f"{kind} has no {name}: leave it at {shown(default)}")
-        yield (zero and settings.name in algorithm.UNSHARDED_OPTIMIZERS,
+        yield (zero and settings.name in tasks.UNSHARDED_OPTIMIZERS,
                f"{where}.name, hardware.zero_stage", f"{settings.name} needs whole weights, "
                f"and ZeRO shards its state: use {where}.name=adamw or hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
@@ -329,7 +325,7 @@ def _schedules(config: schema.TrainConfig) -> Rules:
     schedules = {"scheduler": section.scheduler}
     if isinstance(section, schema.PPOConfig) and section.value_scheduler != \
             schema_training.ValueSchedulerConfig():
-        schedules["value_scheduler"] = algorithm.value_scheduler(section)
+        schedules["value_scheduler"] = tasks.value_scheduler(section)
     for node, schedule in schedules.items():
         accepted = schema_training.SCHEDULE_ARGUMENTS.get(schedule.name, ())
         where = f"{tasks.updates_section(config)}.{node}.kwargs"
@@ -345,19 +341,19 @@ def _schedules(config: schema.TrainConfig) -> Rules:
 def _adapter(config: schema.TrainConfig) -> Rules:
     """Rules on ``model.peft``. Its fields are checked against a table, since importing PEFT loads
     torch, which takes seconds."""
-    model, kind = config.model, algorithm.adapter_kind(config.model)
-    reference = algorithm.reference_kind(model)
+    model, kind = config.model, tasks.adapter_kind(config.model)
+    reference = tasks.reference_kind(model)
     yield (reference == "adapter" and not model.peft, "model.reference.kind, model.peft",
            "the reference is an adapter switched off, and there is none: give model.peft or "
            "another kind")
     yield (model.peft and kind is None, "model.peft", "its type must be one of "
-           f"{', '.join(algorithm.ADAPTERS)}: model.peft.type=lora")
+           f"{', '.join(tasks.ADAPTERS)}: model.peft.type=lora")
     if kind is None:
         return
     for key, library in (("model.quantization", "bitsandbytes"), ("model.peft", "peft")):
-        yield (attrgetter(key)(config) and not extras.installed(library), key,
-               f"needs {library}: {extras.pip_line(library)}")
-    settings, accepted = algorithm.adapter_settings(model), algorithm.peft_fields(kind)
+        yield (attrgetter(key)(config) and not import_guard.installed(library), key,
+               f"needs {library}: {import_guard.pip_line(library)}")
+    settings, accepted = tasks.adapter_settings(model), tasks.peft_fields(kind)
     for name in settings:
         yield (name not in accepted, f"model.peft.{name}", "unknown key, or filled in by ppocli: "
                f"PEFT's {kind} takes {', '.join(accepted[:3])}, ..."
@@ -369,12 +365,11 @@ def _adapter(config: schema.TrainConfig) -> Rules:
     yield (initial not in (True, False, "gaussian", "orthogonal"), "model.peft.init_lora_weights",
            f"{initial} must be true, false, gaussian or orthogonal: others change the base")
     yield (settings.get("bias", "none") != "none" and reference == "adapter",
-           "model.peft.bias, model.reference.kind",
-           "biases of the base would train, and the adapter switched off would not be the starting "
-           "policy any more: leave bias out or set model.reference.kind=copy")
+           "model.peft.bias, model.reference.kind", "biases of the base, which the reference has "
+           "too, would train: leave bias out or set model.reference.kind=copy")
     yield (kind == "prefix" and model.gradient_checkpointing,
-           "model.peft, model.gradient_checkpointing", "prefix tuning puts its tokens into the "
-           "cache, which gradient checkpointing doesn't use: leave gradient_checkpointing out")
+           "model.peft, model.gradient_checkpointing", "gradient checkpointing has no cache for a "
+           "prefix: leave it out")
     yield (model.value.kind == "branch", "model.value.kind, model.peft", "a branch would copy and "
            "train layers of the frozen base: set model.value.kind=head or =model")
     yield (reference == "shared", "model.reference.kind, model.peft", "with an adapter the "

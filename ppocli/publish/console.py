@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppocli.config.secrets import safe_text
-from ppocli.config.text import clean, figure, without_template
+from ppocli.config.text import clean, figure
 from ppocli.distributed.standard_output import result_stream
 from ppocli.publish import dashboard, live_view
 from ppocli.runs import run_folder, run_logs
@@ -328,10 +328,9 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     scored = "reward_mean" in after
     samples = [pair for pair in samples  # without rows of another task
                if {"prompt", "response", "score"} <= pair[1].keys()]
-    prompts = without_template([new_row["prompt"] for _, new_row in samples])
-    for prompt, (old_row, new_row) in zip(prompts, samples, strict=True):
+    for old_row, new_row in samples:
         responses = [_sample(old_row, new_row, scored), _sample(new_row, old_row, scored)]
-        table.add_row(Text(clean(prompt)), *responses[-len(sides):])
+        table.add_row(Text(clean(new_row["prompt"])), *responses[-len(sides):])
     return table
 
 

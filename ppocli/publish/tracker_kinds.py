@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from ppocli.config import config_yaml
 from ppocli.config.secrets import hide_secrets
 from ppocli.config.text import error_line
-from ppocli.config.user_classes import refuse_unfit
-from ppocli.config.user_code import CodeSetting, Kind, Located, locate
+from ppocli.config.user_code import CodeSetting, Kind, Located, check_class
 from ppocli.errors import InputError
 
 log = logging.getLogger("ppocli")
@@ -217,9 +216,9 @@ def locate_tracker(spec: str) -> Located:
     Raises:
         InputError: the path leads to nothing, or to something that is no tracker.
     """
-    located = locate(CodeSetting(spec, "tracking.trackers", Kind("class", InputError)))
+    setting = CodeSetting(spec, "tracking.trackers", Kind("class", InputError))
+    located = check_class(setting, UserTracker, {"row"})
     fix = "a tracker is a class: __init__(self, run_dir, config), row(self, figures)"
-    refuse_unfit(located, UserTracker, InputError, frozenset({"row"}))
     try:
         inspect.signature(located.target).bind(Path(), {})
     except TypeError as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import extras, keys, schema, tasks
+from ppocli.config import import_guard, keys, schema, tasks
 from ppocli.config.text import counted, finite_number
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs import atomic, run_folder
@@ -40,9 +40,9 @@ def load_optuna() -> Any:
     Raises:
         ConfigError: it isn't installed.
     """
-    if not extras.installed("optuna"):
+    if not import_guard.installed("optuna"):
         raise ConfigError("Searching needs optuna, which is not installed.", where="sweep.search",
-                          fix=extras.pip_line("optuna"))
+                          fix=import_guard.pip_line("optuna"))
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

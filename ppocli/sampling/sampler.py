@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.oom_retry import PassRows
@@ -145,7 +145,7 @@ class DecodeSampler:
         self.setup = setup
         # what a model keeps by itself was tried on short rows, and may be wrong for longer ones:
         # the indexer's cache of DeepSeek-V4 mixes rows up once it has more than it may look at
-        self.logprobs_match = (algorithm.exact_when_decoded(setup.cfg) and trunk.decoding_of(
+        self.logprobs_match = (tasks.exact_when_decoded(setup.cfg) and trunk.decoding_of(
             setup.loaded.lm) is not trunk.Decoding.LIBRARY)
         # a reward that computes in a thread meanwhile would break the recording of CUDA graphs: it
         # may wait for the device, or draw random numbers there
@@ -160,7 +160,7 @@ class DecodeSampler:
         setup = self.setup
         if setup.backend.zero_stage < 3:
             yield policy
-        elif algorithm.whole_while_acting(setup.cfg):
+        elif tasks.whole_while_acting(setup.cfg):
             with gathered_policy(policy) as whole:
                 yield whole
         else:

@@ -113,7 +113,7 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
     assert "samples.jsonl has not as many rollout samples as episodes of step 1: " in ended.err
     ran = read_run(folder)
     (folder / "config.yaml").unlink()
-    assert "has lost its config.yaml" in command(f"resume={folder}", code=5).err
+    assert "has no config.yaml" in command(f"resume={folder}", code=5).err
     again = replace(ran.config, resume="auto")
     typed = frozenset({str(again.reward.fn), str(again.reward.metric_fn)})
     with open_folder(Checked(Composed(again, typed=typed)), None, print) as start:

@@ -11,8 +11,8 @@ import torch
 from helpers import environment, make_lm, save_lm
 from safetensors.torch import load_file, save_file
 
-from ppocli.config.algorithm import peft_fields
 from ppocli.config.schema import ModelConfig
+from ppocli.config.tasks import peft_fields
 from ppocli.distributed import deepspeed_internals, onednn
 from ppocli.errors import ConfigError
 from ppocli.models import transformers_internals

@@ -22,8 +22,8 @@ TYPES = {"integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
 LIMITS = {"minimum": lambda v, limit: v >= limit, "exclusiveMinimum": lambda v, limit: v > limit,
           "maximum": lambda v, limit: v <= limit, "exclusiveMaximum": lambda v, limit: v < limit}
 ANNOTATIONS = {"description", "default", "title", "$schema", "$defs"}
-VALUES = [-1, 0, 1, 2, 0.5, 1.0, 1.5, -0.5, True, False, None, "", "adamw", "none", "bf16", "auto",
-          "free text", [], [1], [0.5, 2.5], ["a"], [None], {}, {"a": 1}]
+VALUES = [-1, 0, 1, 0.5, 1.5, True, None, "", "adamw", "bf16", "free text", [], [1], [0.5, 2.5],
+          [None], {"a": 1}]
 
 
 def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> bool:

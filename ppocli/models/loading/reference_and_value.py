@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import transformers
 
-from ppocli.config.algorithm import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.config.tasks import adapter_kind
 from ppocli.config.text import pasted
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import InputError
