@@ -44,7 +44,8 @@ _ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("ppo.advantage", ("gae",), ("ppo.lam_value", "ppo.lam_alpha")),
     ("ppo.advantage", ("grpo",), ("ppo.group_std", "ppo.batch_std")),
     ("ppo.advantage", _GROUPED, ("ppo.dynamic_sampling",)),
-    ("ppo.advantage", tuple(ESTIMATORS.keys() - {*_GROUPED}), ("ppo.whiten_rewards",)),
+    ("ppo.advantage", tuple(name for name in ESTIMATORS if name not in _GROUPED),
+     ("ppo.whiten_rewards",)),
     ("ppo.advantage", _CRITICS, (
         "ppo.optimizer.value_lr", "model.value.kind", *_OF_VALUES_ALONE,
         *(key for key in schema_keys() if key.startswith("ppo.value_") and key.count(".") == 2))),
@@ -210,7 +211,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
         yield (f"{shown(entry)} must be a mapping with fn, an import path or a built-in's name "
                f"(keys: {', '.join(schema.FNS_KEYS)})")
         return
-    for name in entry.keys() - {*schema.FNS_KEYS}:
+    for name in (name for name in entry if name not in schema.FNS_KEYS):
         yield (f"unknown key {name}{did_you_mean(str(name), schema.FNS_KEYS)} "
                f"(allowed: {', '.join(schema.FNS_KEYS)})")
     if not isinstance(entry.get("kwargs") or {}, dict):
@@ -230,8 +231,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
            "ppo.init_kl_coef=0 or model.reference.kind=copy")
     yield (tasks.full_kl_in_loss(ppo) and tasks.reference_sharded(config),
            "ppo.kl_estimator, hardware.zero_stage",
-           "the full KL in the loss needs a whole reference: use k3+, k2 or k3, ppo.kl_in=reward, "
-           "or a copy with model.reference.shard=false")
+           "in the loss it needs a whole reference: use k3+, or model.reference.shard=false")
     yield (ppo.advantage in _GROUPED and ppo.n < 2, "ppo.advantage, ppo.n",
            f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more: ppo.n=2")
     for name, size in (("num_rollouts", ppo.num_rollouts), (
@@ -242,8 +242,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
         if rest:
             break
     yield (ppo.ptx.coef > 0 and ppo.ptx.data.path is None, "ppo.ptx.data.path",
-           "ppo.ptx.coef mixes examples in, and none are named: give ppo.ptx.data.path=FILE, a "
-           "folder or a data set of the Hub")
+           "ppo.ptx.coef mixes examples in: give ppo.ptx.data.path=FILE, a folder or a Hub name")
     for name, bound in ppo.importance.reject.items():
         wrong = why_no_bound(name, bound)
         yield (wrong, f"ppo.importance.reject.{name}",
