@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, str]] = {
 OTHER = "import torch\na = torch.ones(1024, 1024)\nwhile True:\n    a @ a"
 SMALL = ("ppo.total_episodes=null", "ppo.num_steps=4", "eval.at_start=false",
          "eval.every_steps=null", "prompts.eval.limit=4", "checkpoint.every_steps=null",
-         "hardware.device=cpu", "hardware.num_threads=auto")
+         "hardware.device=cpu", "hardware.num_threads=null")
 
 
 def commands(build: Path, folder: Path) -> dict[str, tuple[list[str], int]]:

@@ -22,8 +22,8 @@ HEAD = """\
 
 Every setting of a run is a word `KEY=VALUE` on the command line, a line of a recipe, or an item of
 the list that `ppocli.train` takes. Unknown keys and values out of range are refused before anything
-is loaded, all at once, each with the nearest name. `null` means "not set"; `--cfg job` prints what
-such a key comes to where other settings decide it.
+is loaded, all at once, each with the nearest name. `null` means "not set", and the table says what
+holds then.
 
 ```console
 $ ppocli train --cfg job +recipe=quickstart

@@ -279,8 +279,8 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from ppocli.config.algorithm import needs_critic
     from ppocli.config.config_yaml import read_config
+    from ppocli.config.tasks import needs_critic
 
     a, b = last_checkpoint(one), last_checkpoint(other)
     assert a.name == b.name

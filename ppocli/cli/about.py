@@ -336,7 +336,7 @@ def env(as_json: AsJson = False) -> None:
     from ppocli.runs import environment
 
     facts = environment.describe(places=True)
-    if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=auto come to here
+    if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=null come to here
         from ppocli.config.schema import HardwareConfig
         from ppocli.distributed.onednn import choose_gemm
         from ppocli.distributed.torch_settings import default_threads

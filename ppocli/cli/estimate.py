@@ -104,7 +104,7 @@ def composed(words: Sequence[str]) -> TrainConfig:
     read = read_words(words)
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't describe a single run.", where="command line",
-                          fix="leave out -m, --cfg, --info and --hydra-help")
+                          fix="leave out -m and --cfg")
     composition = compose.compose(read)
     problems.raise_problems([p for p in composition.problems()
                              if p.key not in NOT_NEEDED], composition.hint)
@@ -116,7 +116,7 @@ def _longest(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, int
     """Tokens of the longest prompt, or of an example before what is trained on; those after it;
     and where the first is from."""
     from ppocli.config import tasks
-    from ppocli.config.algorithm import longest_response, longest_rollout
+    from ppocli.config.tasks import longest_response, longest_rollout
     from ppocli.models.loading.model_config import ModelFacts, max_positions
     from ppocli.models.trunk import has_encoder
 

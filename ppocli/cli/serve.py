@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, say, working
-from ppocli.config import extras
+from ppocli.config import import_guard
 from ppocli.distributed import host_memory
 from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, StoppedError
@@ -52,7 +52,7 @@ def serve_reward(
     token = None if token_env is None else from_environment(
         token_env, "Authorization", "--token-env", ConfigError)
     for library in ("starlette", "uvicorn"):
-        extras.require(library, "ppocli serve-reward", "ppocli serve-reward")
+        import_guard.require(library, "ppocli serve-reward", "ppocli serve-reward")
     host_memory.share_one_heap()
     server = None
     try:

@@ -51,7 +51,7 @@ class JobRunner:
         """Run a job as a command, and wait for its end; its run folder says what came of it. Its
         output goes to ``N.log``, or without a plugin to this terminal."""
         log = None if self.launcher == BASIC else self.folder / f"{job.number}.log"
-        words = job.words.adding(*["resume=auto"] * job.folder.exists()).argv(whole=True)
+        words = job.words.adding(*["resume=auto"] * job.folder.exists()).argv()
         try:
             with self._gpus(job.number) as variables:
                 if not self._is_over():

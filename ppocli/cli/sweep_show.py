@@ -120,7 +120,7 @@ def _command(sweep: SweepRecord, number: int) -> str:
     over = [each.key for each in words.settings if each.key == "run_name" or each.key.startswith(
         ("sweep.", "hydra.", "hydra/"))]
     words = words.without("--multirun", *over, *varied_values(sweep.jobs[number]))
-    return shlex.join(["ppocli", "train", *words.adding(*sweep.jobs[number]).argv(whole=True)])
+    return shlex.join(["ppocli", "train", *words.adding(*sweep.jobs[number]).argv()])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

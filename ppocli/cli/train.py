@@ -66,12 +66,9 @@ def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run:
     \b
     Options passed on to Hydra:
       -m, --multirun          run every combination of KEY=A,B
-      --cfg job [--resolve]   print the composed configuration (-p PART: a part of it)
+      --cfg job               print the composed configuration (-p PART: a part of it)
       --cfg deepspeed         print DeepSpeed's configuration (ours, not Hydra's)
-      --info [searchpath]     print where configuration comes from
       -cd, --config-dir DIR   a folder with your own recipes or config groups
-      -cn, --config-name NAME another primary config
-      --hydra-help            Hydra's own help
     """
     run_words(overrides or [], plain=no_progress, dry_run=dry_run)
 
@@ -285,7 +282,7 @@ def _train(words: Words, launched: Launched | None = None, store: Any = None) ->
 
     for_deepspeed = words.flag("--cfg") == "deepspeed"
     if words.only_prints and not for_deepspeed:
-        from ppocli.config.print_config import print_composition
+        from ppocli.config.compose import print_composition
 
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)

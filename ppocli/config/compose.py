@@ -6,8 +6,9 @@ value.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NewType
 
@@ -20,16 +21,24 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import config_yaml, hydra_bridge, keys, resume_policy, schema, secrets
-from ppocli.config.command_words import ACCEPT_CHANGES, COMMAND_LINE, Words, for_hydra
+from ppocli.config.checks import LENGTHS, SIZES
+from ppocli.config.command_words import ACCEPT_CHANGES, COMMAND_LINE, Setting, Words
 from ppocli.config.config_yaml import CONFIG_FILE, schema_node, typed
 from ppocli.config.import_guard import TRUST
-from ppocli.config.precedence import apply_precedence, overruled
-from ppocli.config.problems import Problem, find_problems, raise_problems, unknown_key
-from ppocli.config.text import each_text, first_line, parts_of, short_path, shown
+from ppocli.config.problems import Problem, find_problems, listed, raise_problems, unknown_key
+from ppocli.config.text import (
+    did_you_mean,
+    each_text,
+    first_line,
+    parts_of,
+    short_path,
+    shown,
+    unescaped,
+)
 from ppocli.errors import CheckpointError, ConfigError
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
-_OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra.mode", "hydra/sweep", "hydra/launcher")
+_OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra/sweep", "hydra/launcher")
 """beginnings of Hydra's own settings that have an effect"""
 
 
@@ -55,9 +64,7 @@ class Composed:
     trusts: bool = False
     """``--trust``: code that the run's configuration names may run"""
     notes: tuple[str, ...] = ()
-    """lines for the user: how typed texts were read, and which typed values have no effect"""
-    node: DictConfig = field(default_factory=schema_node, compare=False, repr=False)
-    """``config`` with its interpolations"""
+    """lines for the user: which typed values have no effect"""
 
     @property
     def hint(self) -> str | None:
@@ -98,7 +105,7 @@ def compose(words: Words) -> Composed:
         raise ConfigError("a sweep can't be composed as one run", where=COMMAND_LINE,
                           fix="leave out -m")
     if words.only_prints:
-        raise ConfigError("These words only print a configuration.", fix="leave out --cfg, --info")
+        raise ConfigError("These words only print a configuration.", fix="leave out --cfg")
     run = resumed_run(words)
     with hydra_bridge.hydra_for(words, base_node(run)):
         return compose_here(words, run)
@@ -132,10 +139,9 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
         run: the folder of a run that is resumed; :func:`base_node` has its settings.
     """
     words = words if run is None else words.without("resume")
-    loader, name = hydra_bridge.config_loader(words), hydra_bridge.config_name(words)
-    pairs = [for_hydra(setting) for setting in words.settings]
+    loader = hydra_bridge.config_loader()
     overrides = OverridesParser.create().parse_overrides(
-        [_without_plus(word, loader) for pair in pairs for word in pair[0]])
+        [_without_plus(word, loader) for setting in words.settings for word in _for_hydra(setting)])
     _check_overrides(overrides)
     # Hydra would merge an empty mapping into a section, and change nothing
     problems = [Problem(each.key_or_group, keys.why_unknown(each.key_or_group), COMMAND_LINE,
@@ -143,8 +149,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
                 if each.value() == {} and each.key_or_group in keys.schema_sections()]
     while True:
         try:
-            node = loader.load_configuration(name, [str(each.input_line) for each in overrides],
-                                             RunMode.RUN)
+            node = loader.load_configuration(
+                hydra_bridge.PRIMARY, [str(each.input_line) for each in overrides], RunMode.RUN)
             break
         except ConfigCompositionException as error:
             if (refused := _refused_override(error, overrides)) is None:
@@ -162,12 +168,12 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     sources |= {parent: source for key, source in sources.items()
                 if (parent := keys.free_mapping_of(key)) is not None}
     problems += settle(node, sources)
-    apply_precedence(node, {key for key, source in sources.items() if source == COMMAND_LINE})
+    _apply_precedence(node, {key for key, source in sources.items() if source == COMMAND_LINE})
     config = typed(node)
     if run is not None:
         config = resume_policy.keeping_settled(config, config_yaml.read_config(run / CONFIG_FILE),
                                                {setting.key for setting in words.settings})
-    lost = overruled(loader.files, words, sources)
+    lost = _overruled(loader.files, node, words, sources)
     return Composed(
         config, tuple(problems), sources, Path(words.value("recipe") or "run").name, run,
         words.flag(ACCEPT_CHANGES) is not None,
@@ -175,7 +181,88 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
                   for setting in settings for key, value in parts_of(*setting)
                   if value is True or (isinstance(value, str) and value != MISSING)),
         words.flag(TRUST) is not None,
-        (*dict.fromkeys(note for pair in pairs for note in pair[1]), *[lost] * (lost != "")), node)
+        (lost,) * (lost != ""))
+
+
+def print_composition(words: Words) -> None:
+    """Print what ``--cfg job`` asks for: a configuration, or a part of it, as YAML.
+
+    Raises:
+        ConfigError: something is wrong with the words or the files.
+    """
+    if words.is_sweep:
+        words = hydra_bridge.first_job(words)
+        words = words.without(*words.of_sweep)
+    part, names = words.flag("--package"), [*keys.schema_keys(), *keys.schema_sections()]
+    composed = compose(words.without("--cfg"))
+    if part is not None and part not in names:
+        raise ConfigError(f"--package {part}: there is no such part of the configuration"
+                          + did_you_mean(part, names), where=COMMAND_LINE)
+    value: Any = asdict(composed.values())
+    for name in part.split(".") if part else ():
+        value = value[name]
+    for note in composed.notes:
+        sys.stderr.write(f"{note}\n")
+    sys.stdout.write(config_yaml.yaml_text(value) if isinstance(value, dict) else f"{value}\n")
+    if composed.sources and (problems := composed.problems()):
+        sys.stderr.write(f"ppocli train refuses this: {listed(map(str, problems))}\n")
+
+
+def _for_hydra(setting: Setting) -> list[str]:
+    """The words that make Hydra set a value. In texts, ``\\n`` is a line break, ``\\t`` a tab;
+    ``KEY={}`` empties a mapping, which Hydra alone would merge."""
+    key, value = setting.key, setting.value or ""
+    if re.search(r"\\[nt]", value) and keys.takes_escapes(key):
+        parsed = OverridesParser.create().parse_override(f"x={value}").value()
+        setting = replace(setting, value=config_yaml.literal_value(
+            each_text(parsed, unescaped), config_yaml.quoted))
+    schema_key = keys.key_for(key)
+    empties = value.replace(" ", "") == "{}" and schema_key and schema_key.kind == "mapping"
+    return [f"{key}=???", str(setting)] if empties else [str(setting)]
+
+
+def _apply_precedence(node: DictConfig, typed_keys: set[str]) -> None:
+    """Change the values of files and defaults that contradict typed ones: another length of the
+    run, larger batches than they are cut from, lengths beyond the longest response, another source
+    of prompts. Two typed values stay, and are refused later."""
+    for section in ("prompts", "prompts.eval"):
+        for name, other in (("path", "items"), ("items", "path")):
+            if f"{section}.{name}" in typed_keys and f"{section}.{other}" not in typed_keys \
+                    and OmegaConf.select(node, f"{section}.{name}") is not None:
+                OmegaConf.update(node, f"{section}.{other}", None)
+    for section, lengths in LENGTHS.items():
+        if any(f"{section}.{name}" in typed_keys and node[section][name] is not None
+               for name in lengths):
+            node[section].update({name: None for name in lengths
+                                  if f"{section}.{name}" not in typed_keys})
+    changed = set(typed_keys)
+    pairs = () if node.env.fn is not None else tuple(
+        ("generation.max_new_tokens", f"reward.{name}")
+        for name in ("min_response_length", "overlong_buffer"))
+    for most, key in (*SIZES, *pairs):
+        limit = OmegaConf.select(node, most)
+        if most in changed and key not in typed_keys and \
+                (OmegaConf.select(node, key) or 0) > limit > 0:
+            OmegaConf.update(node, key, limit)
+            changed.add(key)
+
+
+def _overruled(files: Sequence[hydra_bridge.Entry], node: DictConfig, words: Words,
+               sources: Mapping[str, str]) -> str:
+    """A sentence that lists values of a typed option of a group (``ppo=trlx``) that a recipe
+    replaces; "" if there are none."""
+    options = {f"/{each.key}/{each.value}.yaml": f"{each.key}={each.value}"
+               for each in words.settings if each.key in config_groups()}
+    lost: dict[str, list[str]] = {}
+    for key, value, file in files:
+        now = OmegaConf.select(node, key)
+        for end, option in options.items():
+            if f"/{file}".endswith(end) and sources[key] not in (file, COMMAND_LINE) \
+                    and now != value:
+                lost.setdefault(f"{sources[key]} goes over {option}: ", []).append(
+                    f"{key}={shown(now)} (not {shown(value)})")
+    return "; ".join(f"{start}{', '.join(texts)}" for start, texts in lost.items()) + (
+        "; a key that is typed goes over both" if lost else "")
 
 
 def _without_plus(word: str, loader: hydra_bridge.Loader) -> str:
@@ -282,10 +369,6 @@ def resumed_run(words: Words) -> Path | None:
         ConfigError: words that can't be combined with it.
     """
     if (folder_text := words.value("resume")) in (None, "auto", "never"):
-        if words.flag(TRUST) is not None:
-            raise ConfigError(f"{TRUST} applies to the configuration of a run, and these words "
-                              "name none.", where=COMMAND_LINE,
-                              fix=f"leave it out, or ppocli resume RUN {TRUST}")
         return None
     run = Path(folder_text).expanduser().absolute()
     if not run.is_dir():
@@ -293,18 +376,14 @@ def resumed_run(words: Words) -> Path | None:
                               fix="give a run folder, e.g. resume=runs/NAME; to start afresh leave "
                                   "resume out")
     resume_policy.settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
-    groups = [setting.key for setting in words.settings
-              if setting.key in (*config_groups(), "recipe")]
-    groups += ["--config-name"] * (words.flag("--config-name") is not None)
-    if groups:
-        raise ConfigError(f"{', '.join(groups)} can't be chosen when a run is resumed: its own "
-                          "config.yaml is the base", where=COMMAND_LINE,
-                          fix="override single keys instead, e.g. ppo.total_episodes=4000")
+    refused = [setting.key for setting in words.settings
+               if setting.key in (*config_groups(), "recipe")]
     name, folder = words.value("run_name"), words.value("output_dir")
-    changed = [*["run_name"] * (name not in (None, "null", run.name)), *["output_dir"] * (
-        folder is not None and Path(folder).expanduser().resolve() != run.resolve().parent)]
-    if changed:
-        raise ConfigError(f"{', '.join(changed)} can't be set when a run is resumed: it goes on in "
-                          "its own folder", where=COMMAND_LINE,
-                          fix="leave that out; to rename the run, move its folder: mv RUN NAME")
+    refused += ["run_name"] * (name not in (None, "null", run.name)) + ["output_dir"] * (
+        folder is not None and Path(folder).expanduser().resolve() != run.resolve().parent)
+    if refused:
+        raise ConfigError(
+            f"{', '.join(refused)} can't be set when a run is resumed: its own folder and "
+            "config.yaml are the base", where=COMMAND_LINE, fix="override single keys, e.g. "
+            "ppo.total_episodes=4000; to rename the run, move its folder: mv RUN NAME")
     return run

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,10 +126,6 @@ def read_config(path: Path) -> TrainConfig:
     try:
         config = parsed(size_limited.read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
-        if (path.parent / "run.json").is_file():
-            raise CheckpointError(f"{path.parent} has lost its {path.name}", where=str(path),
-                                  fix="put it back, or go on: the words it was started with, "
-                                  f"run_name={path.parent.name} resume=auto") from None
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -374,25 +370,26 @@ def training_command(config: TrainConfig, *more: str) -> str:
 def _word(name: str, value: Any) -> str:
     if keys.takes_escapes(name):
         value = each_text(value, escaped)
-    return f"{name}={value if isinstance(value, str) and _safe(value) else _literal(value)}"
+    return f"{name}={value if isinstance(value, str) and _safe(value) else literal_value(value)}"
 
 
 def _safe(value: str) -> bool:
     return bool(_PLAIN_TEXT.fullmatch(value)) and value.lower() not in _YAML_WORDS
 
 
-def _literal(value: Any) -> str:
-    """A value in Hydra's override grammar."""
+def literal_value(value: Any, quote: Callable[[str], str] = literal) -> str:
+    """A value in Hydra's override grammar; ``quote`` as :func:`quoted` or :func:`literal`."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_literal(item) for item in value) + "]"
+        return "[" + ",".join(literal_value(item, quote) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_key(key)}:{_literal(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{_key(key)}:{literal_value(item, quote)}"
+                              for key, item in value.items()) + "}"
     text = str(value)
-    return text if _safe(text) and ":" not in text else literal(text)
+    return text if _safe(text) and ":" not in text else quote(text)
 
 
 def _key(key: Any) -> str:

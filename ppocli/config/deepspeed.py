@@ -12,7 +12,7 @@ from typing import Any
 from ppocli.builtin.names import shipped_table
 from ppocli.config import schema, tasks
 from ppocli.config.problems import listed
-from ppocli.config.text import cut, did_you_mean, shown
+from ppocli.config.text import cut, did_you_mean
 from ppocli.errors import ConfigError
 
 KEY = "hardware.deepspeed_config"
@@ -22,26 +22,6 @@ DEEPSPEED_FILE = "deepspeed.json"
 _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
 """used if the file doesn't set it: gradients are reduced in buckets of 64 MiB. DeepSpeed's default,
 2 GB, is allocated at once on a GPU, up to three times while it reduces"""
-# sections that other parts of ppocli would have to support, and don't
-_FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
-            "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
-            "sparse_attention", "tensor_parallel", "weight_quantization")
-_RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
-            "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
-"""what DeepSpeed's keys of ZeRO are called now"""
-# which of our keys decides; {} is the section of updates
-_DECIDED_BY = {
-    "train_batch_size": "it is {}.micro_batch_size times the number of ranks",
-    "train_micro_batch_size_per_gpu": "{}.micro_batch_size decides",
-    "gradient_accumulation_steps": "{0}.mini_batch_size and {0}.micro_batch_size decide, and "
-    "accumulation is ppocli's own",
-    "gradient_clipping": "{}.max_grad_norm decides",
-    "zero_optimization.stage": "hardware.zero_stage decides",
-    "fp16.enabled": "weights stay fp32; there is no fp16",
-    "bf16.enabled": "weights stay fp32; hardware.precision=bf16 computes in bf16",
-    "torch_autocast.enabled": "hardware.precision decides",
-    "torch_autocast.dtype": "hardware.precision decides",
-    "torch_autocast.lower_precision_safe_modules": "gathering and reducing are in fp32"}
 
 
 def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[str, Any]:
@@ -62,8 +42,7 @@ def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[
     if (file := cfg.hardware.deepspeed_config) is None:
         return _merged(_DEFAULTS, settings)
     theirs = _without_auto(_read(Path(file)))
-    problems = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
-                                   *_differences(theirs, settings, tasks.updates_section(cfg))]))
+    problems = [*_unusable(theirs, tasks.updates_section(cfg)), *_differences(theirs, settings)]
     if problems:
         raise ConfigError(listed(problems, f"{file}: ", f"in {file}"), where=KEY, fix="correct the "
                           "file; what it leaves out, or calls \"auto\", is filled in")
@@ -110,72 +89,47 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in values.items() if value != "auto"}
 
 
-def _zero(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    zero = theirs.get("zero_optimization")
-    return zero if isinstance(zero, dict) else {}
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
-    table = shipped_table("library_keys.yaml")
-    for prefix, names, accepted in (
-            ("", theirs, table["deepspeed"]),
-            ("zero_optimization.", _zero(theirs), table["deepspeed_zero"])):
+def _unusable(theirs: Mapping[str, Any], section: str) -> Iterator[str]:
+    """Keys that DeepSpeed would ignore or refuse on every rank, and sections that ppocli makes."""
+    table, zero = shipped_table("library_keys.yaml"), _section(theirs, "zero_optimization")
+    for prefix, names, accepted in (("", theirs, table["deepspeed"]),
+                                    ("zero_optimization.", zero, table["deepspeed_zero"])):
         for name in names:
-            if prefix and name in _RENAMED:
-                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_RENAMED[name]}"
-            elif name not in accepted:
-                yield f"{prefix}{name}: DeepSpeed has no such key{did_you_mean(name, accepted)}"
-
-
-def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[str]:
-    """Sections that a run can't use, and offloading that the settings don't turn on."""
+            if name not in accepted:
+                yield (f"{prefix}{name}: no key of DeepSpeed that can be set here"
+                       f"{did_you_mean(name, accepted)}")
     for name in ("optimizer", "scheduler"):
         if name in theirs:
-            yield (f"{name}: ppocli makes its own; remove the section and set "
-                   f"{tasks.updates_section(cfg)}.{name}.*")
-    for name in _FOREIGN:
-        value = theirs.get(name)
-        if value and not (isinstance(value, dict) and value.get("enabled") is False):
-            yield f"{name}: ppocli does not work with it; remove the section"
-    if theirs.get("sequence_parallel_size", 1) != 1:
-        yield "sequence_parallel_size: ppocli does not work with it; remove it"
+            yield f"{name}: ppocli makes its own; remove the section and set {section}.{name}.*"
     for name in ("offload_optimizer", "offload_param"):
-        section, offloads = _zero(theirs).get(name), getattr(cfg.hardware, name)
-        if not isinstance(section, dict):
-            if section is not None:
-                yield f"zero_optimization.{name} is {shown(section)}, not an object"
-        elif section.get("device") == "nvme":
-            yield (f"zero_optimization.{name}.device is nvme, but ppocli offloads to host memory "
-                   f"only: cpu, with hardware.{name}=true")
-        elif section.get("device", "none") != "none" and not offloads:
-            yield (f"zero_optimization.{name}.device is {shown(section['device'])}, but "
-                   f"hardware.{name} is false: set hardware.{name}=true")
+        device = _section(zero, name).get("device", "none")
+        if device not in ("none", "cpu"):
+            yield (f"zero_optimization.{name}.device is {device}, but ppocli offloads to host "
+                   f"memory only: cpu, with hardware.{name}=true")
 
 
-def _differences(theirs: Mapping[str, Any], settings: Mapping[str, Any], section: str,
-                 prefix: str = "") -> Iterator[str]:
+def _differences(theirs: Mapping[str, Any], settings: Mapping[str, Any], prefix: str = ""
+                 ) -> Iterator[str]:
     """Values in the file that differ from those of the settings."""
-    for name, value in settings.items():
-        key = prefix + name
-        if name not in theirs or key == "steps_per_print":
-            continue
-        file_value = theirs[name]
-        if isinstance(value, dict):
-            if isinstance(file_value, dict):
-                yield from _differences(file_value, value, section, f"{key}.")
-            elif not name.startswith("offload_"):
-                yield f"{key} is {_json(file_value)}, not an object"
-        elif (file_value != value or isinstance(file_value, bool) != isinstance(value, bool)) \
+    for name, file_value in theirs.items():
+        key, value = prefix + name, settings.get(name)
+        if key == "zero_optimization":
+            value = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"},
+                     **settings[name]}
+        if isinstance(value, dict) and isinstance(file_value, dict):
+            yield from _differences(file_value, value, f"{key}.")
+        elif value is not None and file_value != value and key != "steps_per_print" \
                 and file_value != "nvme":
-            yield (f"{key} is {_json(file_value)}, the settings make it {_json(value)}: "
-                   + _DECIDED_BY.get(key, f"remove {key}").format(section))
+            yield (f"{key} is {cut(json.dumps(file_value), 80)}, the settings make it "
+                   f"{json.dumps(value)}: leave it out")
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with the values of ``overrides`` in place of its own, at any depth."""
     return {**base, **{name: _merged(base[name], value) if isinstance(value, dict)
                        and name in base else value for name, value in overrides.items()}}
-
-
-def _json(value: Any) -> str:
-    return cut(json.dumps(value), 80)

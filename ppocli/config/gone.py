@@ -1,7 +1,6 @@
 """Keys of earlier versions that are no longer read. They are ignored in a run's config.yaml, and
 refused on a command line with what to do instead."""
 
-import functools
 import logging
 from typing import Any
 
@@ -28,18 +27,13 @@ def gone_key(key: str) -> str | None:
 
 
 def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings without the keys that are gone; each of these is logged once."""
+    """A run's settings without the keys that are gone; these are logged."""
     settings = dict(loaded)
-    for key in GONE:
+    for key, instead in GONE.items():
         section, _, last = key.rpartition(".")
         parent = settings.get(section) if section else settings
         if isinstance(parent, dict) and last in parent:
-            _log_once(key)
+            log.info("%s of the run's configuration is ignored: %s", key, instead)
             rest = {name: value for name, value in parent.items() if name != last}
             settings = settings | {section: rest} if section else rest
     return settings
-
-
-@functools.cache
-def _log_once(key: str) -> None:
-    log.info("%s of the run's configuration is ignored: %s", key, GONE[key])

@@ -5,10 +5,7 @@ Hydra names a config group after its folder, so the top-level ``recipes/`` would
 A source that lists the files of a folder as the options of one group gives ``+recipe=``.
 """
 
-import logging
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups, shipped
-from ppocli.config import config_yaml, extras, secrets
+from ppocli.config import config_yaml, import_guard, secrets
 from ppocli.config.command_words import COMMAND_LINE, Words
 from ppocli.config.keys import schema_keys
 from ppocli.config.text import did_you_mean, first_line, short_path
@@ -48,6 +45,8 @@ VERSION: Any = "1.3" if hydra.__version__.startswith("1.3") else version._UNSPEC
 """version of Hydra whose behaviour is requested"""
 SCHEMA = "ppocli_schema"
 """the schema's name in the defaults list"""
+PRIMARY = "train"
+"""name of the primary config"""
 
 # Hydra builds its plugins without arguments; this carries where one composition looks
 _config_dirs: ContextVar[tuple[Path, ...]] = ContextVar("ppocli_config_dirs", default=())
@@ -86,7 +85,7 @@ class RecipeSource(ConfigSource):
 
 
 class PpocliSearchPath(SearchPathPlugin):
-    """Puts the recipe folders, ``PPOCLI_CONFIG_DIR`` and ``--config-dir`` on the search path."""
+    """Puts the recipe folders and ``--config-dir`` on the search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         main = SearchPathQuery(provider="main")
@@ -94,8 +93,6 @@ class PpocliSearchPath(SearchPathPlugin):
             # before conf/, so that a user's group option wins over a shipped one of that name
             search_path.prepend("config-dir", f"file://{folder}", main)
             search_path.append("config-dir", f"recipes://{folder}")
-            if (folder / "recipes").is_dir():
-                search_path.append("config-dir", f"recipes://{folder / 'recipes'}")
         if (recipes := Path.cwd() / "recipes").is_dir():
             search_path.append("current-folder", f"recipes://{recipes}")
         search_path.append("ppocli", f"recipes://{shipped('recipes')}")
@@ -160,16 +157,11 @@ def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
         _config_dirs.reset(dirs)
 
 
-def config_loader(words: Words) -> Loader:
+def config_loader() -> Loader:
     """Hydra's loader of config files, for use inside :func:`hydra_for`."""
     version.setbase(VERSION)
     setup_globals()
-    return Loader(create_config_search_path(_config_path(words)))
-
-
-def config_name(words: Words) -> str:
-    """The name of the primary config."""
-    return words.flag("--config-name") or "train"
+    return Loader(create_config_search_path(str(shipped("conf"))))
 
 
 def first_job(words: Words, loader: Loader | None = None) -> Words:
@@ -191,51 +183,6 @@ def first_job(words: Words, loader: Loader | None = None) -> Words:
         if override.is_sweep_override() else setting
         for setting, override in zip(words.settings, overrides, strict=True))
     return replace(words, settings=settings).without("--multirun", "hydra.mode")
-
-
-def run_hydra(words: Words) -> None:
-    """Let Hydra print what the words ask for.
-
-    Raises:
-        ConfigError: Hydra has refused the words and printed the reason.
-    """
-    with _process_state(["ppocli train", *words.argv()]):
-        try:
-            hydra.main(version_base=VERSION, config_path=_config_path(words),
-                       config_name=config_name(words))(lambda config: None)()
-        except SystemExit as leaving:
-            if leaving.code not in (0, None):
-                raise ConfigError("Hydra refused the command line (see above)",
-                                  where=COMMAND_LINE) from leaving
-
-
-def _config_path(words: Words) -> str:
-    config_path = words.flag("--config-path")
-    folder = Path(config_path).expanduser().absolute() if config_path else shipped("conf")
-    if not folder.is_dir():
-        raise ConfigError(f"config folder {config_path} does not exist", where="--config-path",
-                          fix="to add a folder to the shipped ones use --config-dir")
-    return str(folder)
-
-
-@contextmanager
-def _process_state(argv: list[str]) -> Iterator[None]:
-    """Restore process state that Hydra needs or changes: it reads ``sys.argv``, raises exceptions
-    only under ``HYDRA_FULL_ERROR``, and under ``--info`` logs to the terminal from then on."""
-    old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    root = logging.getLogger()
-    old_handlers, old_level = list(root.handlers), root.level
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
-    try:
-        yield
-    finally:
-        sys.argv = old_argv
-        root.handlers[:] = old_handlers
-        root.setLevel(old_level)
-        if old_full is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = old_full
 
 
 @contextmanager
@@ -262,16 +209,12 @@ def _translated(error: BaseException) -> ConfigError:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     for cause in chain:
-        if isinstance(cause, yaml.YAMLError):
-            mark, context = (getattr(cause, name, None) for name in ("problem_mark", "context"))
-            problem = getattr(cause, "problem", None) or " ".join(str(cause).split())
+        if isinstance(cause, yaml.YAMLError | UnicodeDecodeError):
+            mark = getattr(cause, "problem_mark", None)
             return ConfigError(
-                f"not valid YAML: {problem}" + (f" ({context})" if context else ""),
-                where=None if mark is None else f"{short_path(mark.name)}:{mark.line + 1}",
-                fix="correct the file at that line")
-        if isinstance(cause, UnicodeDecodeError):
-            return ConfigError(f"a config file is not UTF-8 text: {cause.reason} at byte "
-                               f"{cause.start}", fix="save the file as UTF-8")
+                "a config file is not valid YAML in UTF-8: "
+                f"{getattr(cause, 'problem', None) or ' '.join(str(cause).split())}",
+                where=mark and f"{short_path(mark.name)}:{mark.line + 1}", fix="correct that file")
     text = str(error)
     if match := re.search(r"(?:Could not override|No earlier Group Default for) '([^'@]+)", text):
         return ConfigError(f"there is no config group {match[1]}"
@@ -289,34 +232,27 @@ def _translated(error: BaseException) -> ConfigError:
 
 
 def _missing(error: MissingConfigException) -> ConfigError:
-    path = error.missing_cfg_file or ""
-    group, _, name = path.rpartition("/")
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
     if not group or error.options is None:
-        return ConfigError(str(error).splitlines()[0] or f"config {path!r} was not found",
-                           fix="see what is there: ppocli train --info searchpath")
+        return ConfigError(first_line(error), fix="see what there is: ppocli recipes list")
     inside = re.match(r"In '([^']+/[^']+)'", str(error))
-    fix = None
+    return unknown_option(group, name, list(error.options),
+                          f"the defaults list of {inside[1]}" if inside else COMMAND_LINE)
+
+
+def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE
+                   ) -> ConfigError:
+    """The error for an unknown recipe or option of a config group."""
+    plain, fix = name.lower().replace("-", "_"), "choose one of: " + ", ".join(options)
+    for key, more in (("ppo.policy_loss", ""), ("ppo.advantage", " ppo.n=8")):
+        if group in ("ppo", "recipe", "task") and plain in schema_keys()[key].metadata["choices"]:
+            fix = f"{key}={plain}{more * (plain != 'gae')}, with the other words; published " \
+                f"settings are {', '.join(f'ppo={each}' for each in config_groups()['ppo'])}"
     if group in config_groups() and (":" in name or "." in name):
         fix = f"for a folder or a Hub name write {group}.path={name}"
     elif group == "recipe" and name.endswith((".yaml", ".yml")):
         fix = "give the recipe's name without .yaml; its folder with --config-dir"
-    return unknown_option(group, name, list(error.options),
-                          f"the defaults list of {inside[1]}" if inside else COMMAND_LINE, fix)
-
-
-def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE,
-                   fix: str | None = None) -> ConfigError:
-    """The error for an unknown recipe or option of a config group."""
-    algorithms = schema_keys()["ppo.advantage"].metadata["choices"]
-    losses = schema_keys()["ppo.policy_loss"].metadata["choices"]
-    plain = name.lower().replace("-", "_")
-    if fix is None and group in ("ppo", "recipe", "task") and plain in (*algorithms, *losses):
-        fix = f"ppo.advantage={plain}" + " ppo.n=8" * (plain != "gae") if plain in algorithms \
-            else f"ppo.policy_loss={plain}"
-        fix += ", with the other words; published settings are " + ", ".join(
-            f"ppo={option}" for option in config_groups()["ppo"])
-    if group == "hydra/launcher" and name in extras.LAUNCHERS:
-        fix = f"pip install 'ppocli[{extras.LAUNCHERS[name]}]'"
+    elif group == "hydra/launcher" and name in import_guard.LAUNCHERS:
+        fix = f"pip install 'ppocli[{import_guard.LAUNCHERS[name]}]'"
     kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
-    return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where,
-                       fix=fix or "choose one of: " + ", ".join(options))
+    return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where, fix=fix)

@@ -98,8 +98,8 @@ def read_plan(words: Words) -> SweepPlan:
         raise ConfigError("resume=... continues one run, and this is a sweep.", where=COMMAND_LINE,
                           fix="ppocli sweep resume FOLDER continues a sweep")
     with hydra_bridge.hydra_for(words, schema_node()):
-        loader = hydra_bridge.config_loader(words)
-        hydra = loader.load_configuration(hydra_bridge.config_name(words), _of_hydra(words),
+        loader = hydra_bridge.config_loader()
+        hydra = loader.load_configuration(hydra_bridge.PRIMARY, _of_hydra(words),
                                           RunMode.MULTIRUN).hydra
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(words.overrides)
         ranges = {each.key_or_group: each for each in overrides
@@ -183,8 +183,8 @@ def launch_jobs(plan: SweepPlan, folder: Path, jobs: Sequence[SweepJob],
         words.append(f"hydra.launcher.max_num_timeout={_REQUEUES}")
     size = plan.batch or len(jobs)
     with hydra_bridge.hydra_for(plan.words, schema_node()):
-        loader = hydra_bridge.config_loader(plan.words)
-        config = loader.load_configuration(hydra_bridge.config_name(plan.words), words,
+        loader = hydra_bridge.config_loader()
+        config = loader.load_configuration(hydra_bridge.PRIMARY, words,
                                            RunMode.MULTIRUN)
         for start in range(0, len(jobs), size):
             batch = jobs[start:start + size]

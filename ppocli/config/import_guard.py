@@ -4,27 +4,33 @@ ppocli's. All others have to be typed on the command line.
 People share recipes as data, and ``reward.fn: numpy:load`` with chosen arguments would make a
 recipe a program. The object's own module is checked too, since another may have imported it.
 
-Also here: the current folder, with the user's code, as a place that Python imports from.
+Also here: the current folder, with the user's code, as a place that Python imports from; and
+optional libraries: whether they are installed, and the extra of ppocli that installs each.
 """
 
-import ast
 import importlib.util
 import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, ModuleType
+
+from ppocli.config.schema_run import TRACKERS
+from ppocli.errors import InputError
 
 ENTRY_POINTS = "ppocli.rewards"
 """group of entry points by which an installed package allows configurations to name it"""
 TRUST = "--trust"
 """the option that allows the code that somebody else's run names"""
+EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
+          "starlette": "serve", "uvicorn": "serve", **{name: name for name in TRACKERS}}
+"""name to import -> extra"""
+LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "ray"}
+"""option of hydra/launcher -> extra"""
 limited: set[str] = set()
 """the import paths of the last call of :func:`limit`"""
 
@@ -82,54 +88,43 @@ def _offering() -> frozenset[str]:
                      for entry in metadata.entry_points(group=ENTRY_POINTS))
 
 
-def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> None:
-    """Refuse a user's file whose import of a neighbour would get a module of the same name from
-    another folder, since Python keeps one module per name.
-
-    Args:
-        refused: makes the error.
-    """
-    others = {os.path.dirname(str(module.__file__)) for name, module in list(sys.modules.items())
-              if name.startswith("_ppocli_user_")} - {str(path.parent)}
-    for node in ast.walk(ast.parse(path.read_bytes(), str(path))) if others else ():
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        for name in (name.partition(".")[0] for name in names):
-            file = getattr(sys.modules.get(name), "__file__", None) or ""
-            if os.path.dirname(file) in others and path.with_name(f"{name}.py").is_file():
-                raise refused(f"{path} imports {name}, which is loaded already, from {file}.",
-                              fix="rename one of the two files, and its imports")
-
-
 def join_working_directory() -> None:
     """Put the current folder at the end of ``sys.path``, once, for imports of the user's code. Its
     files neither hide libraries nor replace missing ones."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
-    sys.meta_path[:] = [_Finder if finder is PathFinder else finder for finder in sys.meta_path]
 
 
-class _Finder(PathFinder):
-    """Finds modules on ``sys.path`` as Python does, but none in the current folder for an installed
-    library: some look for optional libraries (peft for bitsandbytes)."""
+def installed(library: str) -> bool:
+    """Whether a library can be imported. A file or folder of its name in the current folder, such
+    as wandb creates for its files, is no library."""
+    try:
+        spec = importlib.util.find_spec(library)
+    except (ValueError, ImportError):  # a module that somebody has made up
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parents[bool(spec.submodule_search_locations)]
+    return os.path.realpath(folder) != os.path.realpath(os.getcwd())
 
-    @classmethod
-    def find_spec(cls, fullname: str, path: Sequence[str] | None = None,
-                  target: ModuleType | None = None) -> ModuleSpec | None:
-        """As ``PathFinder.find_spec``."""
-        if path is None and _imports_for_library():
-            here = os.getcwd()
-            path = [place for place in sys.path if place not in ("", here)]
-        return PathFinder.find_spec(fullname, path, target)
+
+def pip_line(library: str) -> str:
+    """The command that installs a library."""
+    return f"pip install 'ppocli[{EXTRAS[library]}]'" if library in EXTRAS else (
+        f"pip install {library}")
 
 
-def _imports_for_library() -> bool:
-    """Whether an installed library, not ppocli or the user's code, is importing something now."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and "importlib" in frame.f_code.co_filename:
-        frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
-    return {"site-packages", "dist-packages"} & {*Path(file).parts} != set() and not Path(
-        file).is_relative_to(os.path.dirname(__file__))
+def require(library: str, need: str, where: str) -> None:
+    """Raise an error if a library isn't installed.
+
+    Args:
+        need: the feature that needs it, the subject of the message.
+        where: the key or file that turns the feature on.
+
+    Raises:
+        InputError: it isn't installed.
+    """
+    if not installed(library):
+        raise InputError(f"{need} needs {library}, which is not installed.", where=where,
+                         fix=pip_line(library), code="not-installed")

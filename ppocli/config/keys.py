@@ -26,8 +26,6 @@ _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers
           Any: ("any value", "values")}
 """of each type: the words for one value, and for several"""
 
-AUTO = "hardware.num_threads"
-"""the only number that accepts ``auto``, which means null"""
 _NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _PLACES = ("run_name", "resume")
 

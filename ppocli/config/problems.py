@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from omegaconf import MISSING
 
-from ppocli.config import schema, schema_training
+from ppocli.config import schema
+from ppocli.config.checks import rules
 from ppocli.config.keys import (
     Key,
     free_mapping_of,
@@ -22,7 +23,6 @@ from ppocli.config.keys import (
     schema_sections,
     why_unknown,
 )
-from ppocli.config.rules import rules
 from ppocli.config.text import did_you_mean, shown
 from ppocli.errors import ConfigError
 
@@ -59,8 +59,6 @@ def unknown_key(key: str, source: str, task: str | None = None) -> Problem:
                    "wrong-type" if key in schema_sections() else "unknown-key")
 
 
-_MOST = 2**53
-"""bound of numbers without a bound of their own: beyond it, doubles skip whole numbers"""
 _ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
 
 
@@ -129,22 +127,15 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
         return
     if value is None:
         return
-    if key.kind == "sweep" and isinstance(value, list):
-        if not value:
-            yield "the list must hold at least one value"
-        if len(set(value)) < len(value):
-            yield f"{shown(value)} holds a value twice"
+    if key.kind == "sweep" and value == []:
+        yield "the list must hold at least one value"
     for item in value if isinstance(value, list) else [value]:
         if key.item in (int, float) and isinstance(item, float) and not math.isfinite(item):
             yield f"{shown(item)} must be a finite number"
         elif key.allowed and not _allowed(key.metadata, item):
-            hint = _why_not(key.metadata, item) or (
-                did_you_mean(item, key.metadata["choices"])
-                if key.metadata["choices"] and isinstance(item, str) else "")
+            hint = (did_you_mean(item, key.metadata["choices"])
+                    if key.metadata["choices"] and isinstance(item, str) else "")
             yield f"{shown(item)} must be {key.allowed}{hint}"
-        elif (key.item is int and isinstance(item, int) and item > _MOST
-              and key.metadata["lt"] is None):
-            yield f"{shown(item)} must be at most {_MOST}"
 
 
 def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
@@ -152,11 +143,3 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
         return item in metadata["choices"] or (metadata["import_path"] and is_import_path(item))
     return all(test(item, metadata[test.__name__]) for test in (gt, ge, lt, le)
                if metadata[test.__name__] is not None)
-
-
-def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
-    """The hint for a value that people know from other libraries."""
-    if "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half"):
-        return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it "
-                "needs loss scaling, which skips updates. bf16 takes as little memory")
-    return schema_training.SCHEDULES_IN_WORDS.get(str(item), "")

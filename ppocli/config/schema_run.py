@@ -86,7 +86,7 @@ class HardwareConfig:
     """memory for what the frozen layers under model.num_layers_unfrozen make of a rollout, once for
     all passes over it (0: again in each)"""
     num_threads: Optional[int] = key(None, ge=1, le=2**15, on_resume="harmless")
-    """CPU threads of each process (null or auto: OMP_NUM_THREADS, or one per core)"""
+    """CPU threads of each process (null: OMP_NUM_THREADS, or one per core)"""
     num_processes: int = key(1, ge=1)
     """processes on each node: one a GPU, or several on a CPU"""
     num_nodes: int = key(1, ge=1)

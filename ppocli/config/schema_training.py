@@ -74,12 +74,6 @@ SCHEDULE_ARGUMENTS = {
     "polynomial": ("power",), "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": ("num_decay_steps", "decay_type")}
 """by name of the schedule, what its ``kwargs`` may hold"""
-SCHEDULES_IN_WORDS = {
-    "constant_with_warmup": "; it is constant, with the key warmup_updates beside it",
-    "cosine_with_min_lr": "; it is cosine, with the key min_lr_ratio beside it",
-    "cosine_warmup_with_min_lr": "; it is cosine, with the keys warmup_updates and min_lr_ratio "
-                                 "beside it"}
-"""what transformers' other names stand for here"""
 
 
 @dataclass

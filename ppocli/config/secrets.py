@@ -3,7 +3,8 @@ other people's code, such as exceptions, are cleaned of them."""
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.keys import schema_keys
@@ -18,6 +19,8 @@ _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|"
     r"github_pat_[A-Za-z0-9_]{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,})")
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IGNORECASE)
+_ADDRESS = re.compile(r"https?://([^\s/@]*@)?(\w[\w.-]*|\[[\da-f:]+\])(:\d+)?([/?]|\Z)",
+                      re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
 MASK = "***"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -41,24 +44,21 @@ def looks_secret(name: str) -> bool:
 
 def why_no_url(url: object) -> str:
     """The problem with a server's address, which must not contain a secret; "" if there is none."""
-    try:
-        parts = urlsplit(url) if isinstance(url, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            return "no address"
-        parts.hostname.encode("idna")  # "..." is no host
-        _ = parts.port  # ":abc" is no port
-    except ValueError:
+    if not isinstance(url, str) or not _ADDRESS.match(url):
         return "no address"
+    parts = urlsplit(url)
     if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
         return "a secret"
     return ""
 
 
-def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """Values of environment variables that are named like tokens, passwords or API keys."""
+@lru_cache(maxsize=4)
+def secret_values(environment: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """Values among (name, value) of environment variables whose names are those of tokens,
+    passwords or API keys."""
     # a path, of the working folder (PWD) or of a file of credentials, is none itself
-    return {value for name, value in environment.items()
-            if looks_secret(name) and not os.path.exists(value)}
+    return frozenset(value for name, value in environment
+                     if looks_secret(name) and not os.path.exists(value))
 
 
 def without_secrets(text: str, values: Iterable[str] = ()) -> str:
@@ -72,7 +72,7 @@ def without_secrets(text: str, values: Iterable[str] = ()) -> str:
 
 def hide_secrets(text: str) -> str:
     """``text`` without secrets of this process's environment, or text in the form of one."""
-    return without_secrets(text, secret_values(os.environ) | SENT)
+    return without_secrets(text, secret_values(frozenset(os.environ.items())) | SENT)
 
 
 def safe_text(text: str) -> str:

@@ -41,10 +41,7 @@ def clean(text: str) -> str:
 
 def error_text(error: object) -> str:
     """The message of an exception, cut if it is very long."""
-    try:
-        return cut(str(error), LONGEST_MESSAGE)
-    except Exception as trouble:
-        return f"(without a text: its __str__ raised {type(trouble).__name__})"
+    return cut(str(error), LONGEST_MESSAGE)
 
 
 def first_line(error: BaseException | str) -> str:
@@ -103,40 +100,9 @@ def escaped(text: str) -> str:
     return _ESCAPES.sub(r"\1\1\2", text)
 
 
-def how_unescaped(name: str, text: str) -> str | None:
-    """A sentence on how :func:`unescaped` changes ``text``, the value of ``name``; None if it
-    doesn't."""
-    if (meant := unescaped(text)) == text:
-        return None
-    breaks, tabs = "\n" in meant, "\t" in meant
-    legend = [*["⏎ is a line break"] * breaks, *["⇥ is a tab"] * tabs,
-              *["two backslashes before n or t are one"] * (r"\\n" in text or r"\\t" in text)]
-    if len(legend) == breaks + tabs:
-        legend.append(r"\\n would be a backslash and an n" if breaks
-                      else r"\\t would be a backslash and a t")
-    marked = cut(printable(meant).replace("\n", "⏎").replace("\t", "⇥"), LONGEST_LINE)
-    return f'{name} is read as "{marked}" ({"; ".join(legend)})'
-
-
 def pasted(word: object) -> str:
     """A word of a command for bash or zsh, in quotes if it needs them."""
     return shlex.quote(str(word))
-
-
-_TURN = re.compile(r"<\|?[\w:/-]+\|?>|\[/?INST\]")
-"""marks that chat templates write between turns"""
-
-
-def without_template(prompts: Sequence[str]) -> list[str]:
-    """The users' texts in prompts that a chat template has rendered alike, found as the parts that
-    differ. Other prompts, and a single one, stay unchanged."""
-    head, tail = map(os.path.commonprefix, (list(prompts), [prompt[::-1] for prompt in prompts]))
-    opened, closing = list(_TURN.finditer(head)), _TURN.search(tail[::-1])
-    if len(prompts) < 2 or not opened or closing is None:
-        return list(prompts)
-    start = 1 + head.find("\n", opened[-1].end()) or opened[-1].end()
-    end = len(tail) - closing.start()
-    return [prompt[start:len(prompt) - end].strip() for prompt in prompts]
 
 
 def counted(count: int, noun: str) -> str:
@@ -217,19 +183,17 @@ def sparkline(values: Sequence[float | None], cells: int = 32) -> str:
 
 def format_bytes(count: int) -> str:
     """``214000000`` as ``214 MB`` (decimal units, as disks are sold)."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            value = count / size
-            return f"{value:.1f} {unit}" if value < 10 and unit == "GB" else f"{value:.0f} {unit}"
-    return f"{count} bytes"
+    unit, size = next((each for each in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+                       if count >= each[1]), ("bytes", 1))
+    digits = 1 if unit == "GB" and count < 10 * size else 0
+    return f"{count / size:.{digits}f} {unit}"
 
 
 def format_memory(count: float) -> str:
     """``23.4 GiB``: bytes with about three digits (binary units, as memory is sold)."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= size:
-            return f"{three_digits(count / size)} {unit}"
-    return f"{three_digits(count / 2**10)} KiB"
+    unit, size = next((each for each in (("GiB", 2**30), ("MiB", 2**20)) if count >= each[1]),
+                      ("KiB", 2**10))
+    return f"{three_digits(count / size)} {unit}"
 
 
 def three_digits(number: float) -> str:

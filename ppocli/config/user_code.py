@@ -1,8 +1,5 @@
-"""The user's code: from an import path to the object it names, with file and line for messages.
-
-Only the user's code and installed third-party packages are accepted. A shared recipe names Python
-that will run, so ``os:system`` and all of the standard library is refused.
-"""
+"""The user's code: from an import path to the object it names, with file and line for messages, and
+whether a class can stand in for one of ppocli's."""
 
 import ast
 import functools
@@ -10,22 +7,16 @@ import hashlib
 import importlib.util
 import inspect
 import os
-import pkgutil
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ppocli.config.import_guard import (
-    ENTRY_POINTS,
-    join_working_directory,
-    limited,
-    may_name,
-    refuse_other_neighbours,
-)
+from ppocli.config.import_guard import ENTRY_POINTS, join_working_directory, limited, may_name
 from ppocli.config.secrets import hide_secrets
 from ppocli.config.text import error_line, pasted, raised_at, short_path, suggestion
 from ppocli.errors import PpocliError
@@ -56,15 +47,9 @@ class CodeSetting:
     """the config key, such as ``reward.fn``"""
     kind: Kind
 
-    @property
-    def forms(self) -> str:
-        """The forms of an import path, for messages."""
-        return ", ".join(form + self.kind.noun for form in (
-            "pkg.module:", "pkg.module.", "path/to/file.py:"))
-
     def refused(self, what: str, *, fix: str, where: str | None = None) -> PpocliError:
         """The error for a path that can't be used."""
-        return self.kind.error(what, where=where or self.key, fix=fix)
+        return self.kind.error(what, where=where or f"{self.key}={self.spec}", fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +79,45 @@ class Located:
 def locate(setting: CodeSetting) -> Located:
     """Import the function, class or other callable that a setting names:
     ``pkg.module:function``, ``pkg.module.function``, ``path/to/file.py:function`` or a built-in's
-    name; nested attributes work as well.
+    name; behind a colon nested attributes work as well.
 
     Raises:
         PpocliError: of the setting's kind: no such module, file or attribute; an error inside the
-            module; something that can't be called; code of the standard library; or code that a
-            configuration may not name (:mod:`ppocli.config.import_guard`).
+            module; something that can't be called; or code that a configuration may not name
+            (:mod:`ppocli.config.import_guard`).
     """
-    file, module_name, attribute = _parted(setting)
-    _refuse_unnamable(setting, module_name, file)
-    if file is not None:
-        module = _load_file(file, setting)
-    elif attribute:
-        module = _load_module(module_name or "", setting)
-    else:
-        module, attribute = _split_dotted(module_name or "", setting)
-    located = from_object(_attribute(module, attribute, setting), setting)
+    source, attribute, is_file = _parted(setting)
+    _refuse_unnamable(setting, None if is_file else source, source if is_file else None)
+    module = _load_file(source, setting) if is_file else _load_module(source, setting)
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            names = [name for name in dir(target)
+                     if not name.startswith("_") and callable(getattr(target, name, None))]
+            home = short_path(getattr(module, "__file__", None) or module.__name__)
+            raise _no_attribute(part, home, names, setting)
+        target = getattr(target, part)
+    located = from_object(target, setting)
     if inspect.isroutine(located.target) or inspect.isclass(located.target):
         # the module may have imported a function or class from elsewhere; it made other objects
         _refuse_unnamable(setting, located.module, located.file)
     return located
 
 
-def _parted(setting: CodeSetting) -> tuple[str | None, str | None, str]:
-    """(file, module, name in it) of a path; of a path with dots alone, all is the module."""
+def _parted(setting: CodeSetting) -> tuple[str, str, bool]:
+    """(file or module, name in it, whether it is a file) of a path."""
     path = setting.kind.short_names.get(setting.spec, setting.spec)
     join_working_directory()
     source, colon, attribute = path.rpartition(":")
     if path.endswith(".py") or (colon and not attribute):
         raise _no_function(setting)
-    if not colon and "." not in path:
-        raise _no_module(path, setting)
     if colon and (source.endswith(".py") or os.sep in source):
-        return source, None, attribute
-    return None, source if colon else path, attribute if colon else ""
+        return source, attribute, True
+    if not colon:
+        source, _, attribute = path.rpartition(".")
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise _no_module(setting)
+    return source, attribute, False
 
 
 def refuse_absent(setting: CodeSetting) -> None:
@@ -136,31 +126,21 @@ def refuse_absent(setting: CodeSetting) -> None:
     Raises:
         PpocliError: of the setting's kind: no built-in, file, package or definition of that name.
     """
-    file, module, attribute = _parted(setting)
-    if module is None:
-        file = str(_existing_file(file or "", setting))
-    else:
-        top = module.partition(".")[0]
-        if not top.isidentifier() or top in sys.modules:
+    source, attribute, is_file = _parted(setting)
+    file, name = str(_existing_file(source, setting)) if is_file else None, attribute.partition(
+        ".")[0]
+    if not is_file:
+        top = source.partition(".")[0]
+        if top in sys.modules:
             return
         if (module_spec := importlib.util.find_spec(top)) is None:
-            raise _no_module(module, setting)
-        file = module_spec.origin if attribute and module == top else None
-    name = attribute.partition(".")[0]
-    if file is not None and not _may_define(file, name):
+            raise _no_module(setting)
+        file = module_spec.origin if source == top else None
+    if file is None or not file.endswith(".py"):
+        return
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{re.escape(name)}\b|import \*|__getattr__|globals|setattr", text):
         raise _no_attribute(name, short_path(file), _defined(file, setting.kind.noun), setting)
-
-
-def _may_define(file: str, name: str) -> bool:
-    """Whether a line of a module may define ``name``; true for a module that can't be read."""
-    try:
-        nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
-    except (OSError, SyntaxError, ValueError):
-        return True
-    bound = {alias.asname or alias.name.partition(".")[0] for node in nodes
-             if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
-    bound |= {str(getattr(node, "name", getattr(node, "id", ""))) for node in nodes}
-    return bool(bound & {name, "*", "__getattr__", "globals", "vars", "setattr", "exec"})
 
 
 def _refuse_unnamable(setting: CodeSetting, module: str | None, file: str | None) -> None:
@@ -179,8 +159,10 @@ def from_object(target: Any, setting: CodeSetting) -> Located:
     """Check a Python object as :func:`locate` does, and find the file and line of its code.
 
     Raises:
-        PpocliError: it can't be called, or belongs to the standard library.
+        PpocliError: it can't be called.
     """
+    if isinstance(target, ModuleType):
+        raise _no_function(setting)
     if not callable(target):
         raise setting.refused(
             f"{setting.spec!r} is of type {type(target).__name__}, which can't be called.",
@@ -194,20 +176,10 @@ def from_object(target: Any, setting: CodeSetting) -> Located:
     module_name = getattr(code, "__module__", None)
     if module_name is None:  # methods of built-in types carry no module
         module_name = type(getattr(code, "__self__", code)).__module__
-    _refuse_standard_library(module_name, setting)
     file = line = None
     with suppress(TypeError, OSError):
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     return Located(setting.spec, setting.key, target, file, line, module_name)
-
-
-def _refuse_standard_library(module_name: str, setting: CodeSetting) -> None:
-    if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise setting.refused(
-            f"{setting.spec!r} is refused: it is part of Python's {module_name!r}, and a "
-            "configuration may not run the standard library.",
-            fix=f"name a {setting.kind.noun} of your own; a module of yours that carries the name "
-                "of a standard one needs another name")
 
 
 @contextmanager
@@ -218,41 +190,32 @@ def _import_errors(setting: CodeSetting, source: str) -> Iterator[None]:
     except PpocliError:
         raise
     except (Exception, SystemExit) as error:
-        place, module = raised_at(error), source
-        if relative := "relative import" in str(error):
-            module = os.path.relpath(source).removesuffix(".py").replace(os.sep, ".")
-        way = pasted(source) if module.endswith(".py") else f"-c 'import {module}'"
+        place = raised_at(error)
+        way = pasted(source) if source.endswith(".py") else f"-c 'import {source}'"
         raise setting.refused(
             f"Importing {source} for {setting.spec!r} failed: {error_line(error)}",
             where=place and f"{place} (from {setting.key})",
-            fix=f"make it importable{f' as {module}' * relative}; try: python {way}") from error
+            fix=f"make it importable; try: python {way}") from error
 
 
 def _load_module(name: str, setting: CodeSetting) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise setting.refused(
-            f"{setting.spec!r} is not an import path: {name!r} can't be a module's name.",
-            fix=f"one of these forms: {setting.forms}")
-    _refuse_standard_library(name, setting)
     importlib.invalidate_caches()
     with _import_errors(setting, name):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if name == missing or name.startswith(missing + "."):
-                raise _no_module(name, setting) from None
+            if f"{name}.".startswith(f"{error.name}."):
+                raise _no_module(setting, error.name) from None
             raise
 
 
 def _existing_file(source: str, setting: CodeSetting) -> Path:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
-        folder = path.parent
-        near = suggestion(path.name, (p.name for p in folder.glob("*.py")))
-        where_looked = f"folder {folder}" if folder.is_dir() else f"no folder {folder} either"
-        raise setting.refused(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
-                              fix="give the file's path from the current folder")
+        near = suggestion(path.name, (each.name for each in path.parent.glob("*.py")))
+        raise setting.refused(
+            f"There is no file {source!r} (folder {path.parent}). {near}".rstrip(),
+            fix="give the file's path from the current folder")
     return path
 
 
@@ -272,7 +235,6 @@ def _load_file(source: str, setting: CodeSetting) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickling look their module up
     try:
         with _import_errors(setting, source):
-            refuse_other_neighbours(path, setting.refused)
             module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -280,46 +242,20 @@ def _load_file(source: str, setting: CodeSetting) -> ModuleType:
     return module
 
 
-def _split_dotted(path: str, setting: CodeSetting) -> tuple[ModuleType, str]:
-    """The longest importable module at the start of ``a.b.c.d``, and the rest, its attribute."""
-    parts = path.split(".")
-    module = _load_module(parts[0], setting)
-    for position, part in enumerate(parts[1:], start=1):
-        member, left = getattr(module, part, None), parts[position:]
-        name = ".".join(parts[:position + 1])
-        if isinstance(member, ModuleType) or (
-                member is None and hasattr(module, "__path__") and importlib.util.find_spec(name)):
-            module = _load_module(name, setting)
-        elif member is None and len(left) > 1:
-            raise _no_module(name, setting)
-        else:
-            return module, ".".join(left)
-    raise _no_function(setting)
-
-
-def _no_module(name: str, setting: CodeSetting) -> PpocliError:
+def _no_module(setting: CodeSetting, name: str | None = None) -> PpocliError:
     """The error for a missing module or built-in; suggests the nearest that exists."""
-    if Path(f"{setting.spec}.py").is_file():
+    spec, noun, here, built_in = setting.spec, setting.kind.noun, Path.cwd(), \
+        setting.kind.short_names
+    module = name or spec.partition(":")[0].partition(".")[0]
+    if spec == module and (here / f"{spec}.py").is_file():
         return _no_function(setting)
-    parent, _, leaf = name.rpartition(".")
-    spec, built_in = setting.spec, setting.kind.short_names
-    if parent in sys.modules:
-        folders = getattr(sys.modules[parent], "__path__", [])
-        candidates = [module.name for module in pkgutil.iter_modules(folders)]
-        what = f"There is no module {leaf!r} in {parent!r}."
-    else:
-        leaf, here = name.partition(".")[0], Path.cwd()
-        candidates = [file.stem for file in here.glob("*.py")]
-        candidates += [file.parent.name for file in here.glob("*/*.py")]
-        what = f"There is no module {leaf!r} in {here} or among the installed packages."
-        if ":" not in spec and "." not in spec:
-            candidates += built_in
-            what = (f"{spec!r} is neither a built-in nor an import path." if built_in else
-                    f"{spec!r} is no import path.")
-    near = suggestion(leaf, candidates)
+    what = (f"There is no module {module!r} in {here} or among the installed packages."
+            if spec != module else f"{spec!r} is neither a built-in nor an import path.")
+    near = suggestion(module, [*(file.stem for file in here.glob("*.py")),
+                               *(built_in if spec == module else ())])
     names = f"; or a built-in: {', '.join(sorted(built_in))}" if built_in else ""
-    return setting.refused(f"{what} {near}".rstrip(), where=f"{setting.key}={spec}",
-                           fix=f"one of these forms: {setting.forms}{names}")
+    return setting.refused(f"{what} {near}".rstrip(), fix="one of these forms: pkg.module:"
+                           f"{noun}, pkg.module.{noun}, path/to/file.py:{noun}{names}")
 
 
 def _no_function(setting: CodeSetting) -> PpocliError:
@@ -342,30 +278,73 @@ def _defined(module: str, noun: str) -> list[str]:
             and not node.name.startswith("_")]
 
 
-def _attribute(module: ModuleType, attribute: str, setting: CodeSetting) -> Any:
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            names = [name for name in dir(value)
-                     if not name.startswith("_") and callable(getattr(value, name, None))]
-            home = short_path(getattr(module, "__file__", None) or module.__name__)
-            raise _no_attribute(part, home, names, setting)
-        value = getattr(value, part)
-    if isinstance(value, ModuleType):
-        raise _no_function(setting)
-    return value
-
-
 def _no_attribute(part: str, home: str, names: list[str], setting: CodeSetting) -> PpocliError:
     """The error for a module without that function; suggests the nearest that it has."""
     hint = suggestion(part, names) or (
         f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
-    file = f"{setting.spec.split(':')[0].split('.')[0]}.py"
-    fix = (f"an installed package hides {file}; name the file: {setting.key}={file}:{part}"
-           if file != home and Path(file).is_file() else
-           f"name a {setting.kind.noun} that the module has")
     return setting.refused(f"There is no {part!r} in {home!r}. {hint}",
-                           where=f"{setting.key}={setting.spec}", fix=fix)
+                           fix=f"name a {setting.kind.noun} that the module has")
+
+
+def check_class(setting: CodeSetting, base: type, required: Collection[str] = ()) -> Located:
+    """Import what ``setting`` names and, if it is a class, check that it has the methods of
+    ``base``.
+
+    Args:
+        base: an abstract class, of which it must be a subclass, or a protocol.
+        required: names of the methods (default: the abstract ones of ``base``, or all).
+
+    Raises:
+        PpocliError: as :func:`locate`; methods are missing.
+    """
+    located = locate(setting)
+    cls: Any = located.target
+    if not inspect.isclass(cls):
+        return located
+    is_abstract = inspect.isabstract(base)
+    methods = required or getattr(base, "__abstractmethods__", ()) or [
+        name for name, value in vars(base).items()
+        if inspect.isfunction(value) and not name.startswith("_")]
+    lacking = [] if hasattr(cls, "__getattr__") else [
+        name for name in methods if getattr(cls, name, None) in (None, getattr(base, name))]
+    if is_abstract and not issubclass(cls, base):
+        raise setting.refused(f"{cls.__name__} is no subclass of {base.__module__}."
+                              f"{base.__name__}.", fix="make it a subclass")
+    if lacking := sorted({*lacking, *getattr(cls, "__abstractmethods__", ())}):
+        raise setting.refused(f"{cls.__name__} lacks {', '.join(lacking)}.",
+                              where=f"{setting.key}={located.label}",
+                              fix=f"define each as {base.__module__}.{base.__name__} has it")
+    return located
+
+
+def build(setting: CodeSetting, base: type, *arguments: Any, kwargs: Mapping[str, Any], key: str
+          ) -> Any:
+    """Call the function or class that ``setting`` names, and return its result.
+
+    Args:
+        base: the class that the result replaces: it needs its methods and annotated attributes.
+        arguments: arguments from ppocli.
+        kwargs: arguments from the user.
+        key: the config key of ``kwargs``, for messages.
+
+    Raises:
+        PpocliError: as :func:`check_class`; or the call doesn't take these arguments, or its result
+            lacks something.
+    """
+    located = check_class(setting, base)
+    try:
+        made = located.target(*arguments, **kwargs)
+    except TypeError as error:
+        raise setting.refused(f"{setting.spec} can't be called with what it gets: {error}.",
+                              where=raised_at(error, located.file),
+                              fix="it gets one argument from ppocli, and those of "
+                              f"{key}={dict(kwargs)} by name") from error
+    if absent := [name for name in inspect.get_annotations(base)
+                  if not (hasattr(base, name) or hasattr(made, name))]:
+        raise setting.refused(f"{type(made).__name__} sets no {' and no '.join(absent)}.",
+                              where=f"{setting.key}={located.label}",
+                              fix="set it in the class, or in __init__")
+    return made
 
 
 def shorten(text: str) -> str:

@@ -22,7 +22,6 @@ from typing import Any
 from ppocli.builtin.names import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.config.schema import EnvConfig
 from ppocli.config.text import error_line, first_line, suggestion
-from ppocli.config.user_classes import refuse_abstract
 from ppocli.config.user_code import CodeSetting, Kind, Located, locate
 from ppocli.errors import RewardError
 from ppocli.runs.daemon import awaited
@@ -97,7 +96,6 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
             raise RewardError(f"{located.label} has no method {method}.", where=where,
                               fix="def reset(self, prompt, **columns) and def step(self, response)"
                               "; classes of other libraries: env.adapter=trl or openrlhf")
-    refuse_abstract(located, RewardError)
     try:
         inspect.signature(cls).bind(**cfg.kwargs)
     except TypeError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppocli.builtin.names import TOOLS
-from ppocli.config import algorithm, config_yaml, extras, keys, schema, tasks
+from ppocli.config import config_yaml, import_guard, keys, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import row_paths
 from ppocli.config.user_code import CodeSetting, Kind, refuse_absent
@@ -59,7 +59,7 @@ def named_code(cfg: schema.TrainConfig) -> list[CodeSetting]:
         (env.fn, "env.fn", ENVIRONMENT)]
     if cfg.task.fn not in tasks.DATA_TASKS:
         code.append((cfg.task.fn, "task.fn", Kind("function", ConfigError)))
-    if cfg.rollout.engine not in algorithm.OUR_ENGINES:
+    if cfg.rollout.engine not in tasks.OUR_ENGINES:
         code.append((cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError)))
     return [CodeSetting(path, key, kind) for path, key, kind in code
             if path is not None and path != config_yaml.PYTHON_OBJECT]
@@ -80,16 +80,17 @@ def missing_inputs(cfg: schema.TrainConfig) -> list[InputError]:
 
 def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
     try:
-        for optimizer in algorithm.optimizers_of(tasks.updates_of(cfg)):
-            algorithm.require_optimizer(optimizer, tasks.updates_section(cfg))
+        for optimizer in tasks.optimizers_of(tasks.updates_of(cfg)):
+            tasks.require_optimizer(optimizer, tasks.updates_section(cfg))
     except InputError as error:
         yield error
     for name in cfg.tracking.trackers:
         if keys.is_import_path(name):
             continue
-        if not extras.installed(name):
+        if not import_guard.installed(name):
             yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
-                             fix=f"{extras.pip_line(name)}, or leave it out", code="not-installed")
+                             fix=f"{import_guard.pip_line(name)}, or leave it out",
+                             code="not-installed")
 
 
 def _named_models(cfg: schema.TrainConfig

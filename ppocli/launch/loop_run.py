@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import algorithm, config_yaml, schema
+from ppocli.config import config_yaml, schema, tasks
 from ppocli.distributed.launchers import find_launch, launched_world
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.launch import external_launch
@@ -108,7 +108,7 @@ def _check_fit(config: schema.TrainConfig, objects: PythonObjects) -> None:
         (config.ppo.dynamic_sampling is not None,
          "ppo.dynamic_sampling: the loop chooses its samples itself"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"
-         or algorithm.corrects(config), "ppo.staleness, ppo.old_logprobs, ppo.importance: the "
+         or tasks.corrects(config), "ppo.staleness, ppo.old_logprobs, ppo.importance: the "
          "samples of your own loop don't say which policy they come from"),
         (config.hardware.zero_stage > 0,
          "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP)")) if broken]

@@ -27,7 +27,7 @@ import torch
 import transformers
 from torch import nn
 
-from ppocli.config import algorithm, schema, tasks
+from ppocli.config import schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.distributed.onednn import TORCH, choose_gemm
 from ppocli.models.head import CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
@@ -141,9 +141,9 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
             layers can't be told apart.
         ConfigError: the adapter doesn't fit the model.
     """
-    model, adapter, value = cfg.model, algorithm.adapter_kind(cfg.model), cfg.model.value
+    model, adapter, value = cfg.model, tasks.adapter_kind(cfg.model), cfg.model.value
     dtype = cfg.hardware.weights if adapter is None else model.dtype or cfg.hardware.precision
-    auto, kind = None, value.kind if algorithm.needs_critic(cfg) else "none"
+    auto, kind = None, value.kind if tasks.needs_critic(cfg) else "none"
     if tasks.task_name(cfg) == "reward_model":
         auto = transformers.AutoModelForSequenceClassification
         config = copy.deepcopy(config or read_config(model, "model.path"))
@@ -153,7 +153,7 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
     head = trunk = None
     with model_config.loading(f"outline of {model.path}", "model.path"):
         if adapter is not None:
-            settings = peft_config(algorithm.adapter_settings(model), revision=model.revision,
+            settings = peft_config(tasks.adapter_settings(model), revision=model.revision,
                                    pair=lm.config.is_encoder_decoder)
             with torch.device("meta"):
                 attach(lm, settings, seed=0)
@@ -191,7 +191,7 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
         InputError: the reference is missing.
     """
     trained, frozen = list(_trained(cfg, models)), list(_reference(cfg, models.lm))
-    new = algorithm.longest_rollout(cfg) if new_tokens is None else new_tokens
+    new = tasks.longest_rollout(cfg) if new_tokens is None else new_tokens
     rows, stage = pass_rows(cfg, prompt_tokens + new, ranks), cfg.hardware.zero_stage
     weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
     passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda))
@@ -246,7 +246,7 @@ def _matrices(lm: Any) -> dict[str, Any]:
 def _trained(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
     for name, modules, optimizer in (
             ("policy", [models.lm], tasks.updates_of(cfg).optimizer),
-            ("value", [m for m in models[1:] if m], algorithm.value_optimizer(cfg.ppo))):
+            ("value", [m for m in models[1:] if m], tasks.value_optimizer(cfg.ppo))):
         if weights := [p for m in modules for p in m.parameters()]:
             trained, size = [p for p in weights if p.requires_grad], sum(p.nbytes for p in weights)
             if cfg.model.quantization and name == "policy":
@@ -290,7 +290,7 @@ def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Par
     yield line("weights", -(-size // ranks) if stage == 3 else size, host=hardware.offload_param)
     for part in frozen:
         size_here = part.size * (part.place != "elsewhere")
-        if algorithm.reference_sharded(cfg):
+        if tasks.reference_sharded(cfg):
             size_here = -(-part.size // ranks)
         on_host = size_here * (cuda and part.place != "device")
         yield Line(part.name, size_here * (part.place == "offloaded" or not on_host),
@@ -307,7 +307,7 @@ def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Par
                    update_only=stage < 3)  # a CPU has pages for what is written alone
     if stage == 3:
         gathered = min(size, 4 * int(zero.get("stage3_max_live_parameters", 10**9)))
-        yield Line("weights gathered for passes", size if algorithm.whole_while_acting(cfg)
+        yield Line("weights gathered for passes", size if tasks.whole_while_acting(cfg)
                    else gathered, gathered)
     elif stage == 0 and ranks > 1:
         yield line("DDP's buckets", gradients)

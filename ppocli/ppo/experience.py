@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.data import data_set
 from ppocli.distributed.backend import to_device
 from ppocli.models import head, layout, trunk
@@ -163,7 +163,7 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.T
         token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
             if rollout.extras.episodes else lengths
         penalties["overlong"] = losses.overlong_penalties(
-            token_counts, longest=algorithm.longest_rollout(cfg), buffer=reward.overlong_buffer,
+            token_counts, longest=tasks.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=1.0 if reward.overlong_penalty is None else reward.overlong_penalty)
     return penalties
 
@@ -245,7 +245,7 @@ def off_policy_correction(gap: torch.Tensor, mask: torch.Tensor, cfg: schema.Tra
         gap: [B, R] log-ratio of the trained policy to the one that sampled.
         mask: [B, R] bool of the actions.
     """
-    importance, level = cfg.ppo.importance, algorithm.importance_level(cfg)
+    importance, level = cfg.ppo.importance, tasks.importance_level(cfg)
     return accepted_tokens(gap, mask, importance.reject), None if level is None else (
         importance_weights(gap, mask, level=level, cap=importance.cap))
 
@@ -262,7 +262,7 @@ def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, ent_c
     options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ent_coef,
-        kl_coef=kl_coef, kl_estimator=algorithm.kl_estimator(ppo), policy_loss=ppo.policy_loss,
+        kl_coef=kl_coef, kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
         nll_coef=ppo.positive_nll_coef)
     counts = accepted & kept.finished[:, None] if ppo.mask_truncated \
         else accepted if ppo.importance.reject else None
@@ -382,7 +382,7 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
         to_device(torch.cat([extras.ref_states[i] for i in places]), device), extras.ref_head)
     with trunk.inputs_at(split if remembers else None, session.policy.lm) as entering:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
-                                     want_entropy=algorithm.wants_entropy(session.cfg.ppo),
+                                     want_entropy=tasks.wants_entropy(session.cfg.ppo),
                                      value_only=value_only, reference=other)
     if kept is not None and entering:
         layout.keep_states(kept, session.frozen_states_bytes, places,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.algorithm import full_kl_in_loss, kl_estimator
+from ppocli.config.tasks import full_kl_in_loss, kl_estimator
 from ppocli.data.columns import joined, rows_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError

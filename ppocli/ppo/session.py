@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from ppocli.config import tasks
-from ppocli.config.algorithm import (
+from ppocli.config.schema import RewardConfig, TrainConfig
+from ppocli.config.tasks import (
     corrects,
     decoding_scores,
     kl_estimator,
@@ -14,7 +15,6 @@ from ppocli.config.algorithm import (
     longest_response,
     reference_sharded,
 )
-from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.distributed.backend import Backend, PassRows
 from ppocli.distributed.stop import StopFlag

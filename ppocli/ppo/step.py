@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.distributed.backend import to_device
 from ppocli.ppo import experience as exp
 from ppocli.ppo import losses, policy_samples, rollout
@@ -77,7 +77,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     ppo, kept = cfg.ppo, rollout
     if not bool(rollout.valid.all()):
         kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
-    mask, kl_in = kept.sequences.mask, algorithm.kl_in(ppo)
+    mask, kl_in = kept.sequences.mask, tasks.kl_in(ppo)
     gap = None if kept.extras.sampler_logprobs is None else kept.gap
     # a KL that is rounding alone is not charged: whitening, and Adam, would make a signal of it
     moved = not bool((kept.k1.abs() <= losses.ROUNDING).all())  # NaN is no rounding
@@ -91,7 +91,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     advantages, returns = exp.estimate_advantages(kept, rewards, ppo, pretrains=pretrains)
     accepted, importance = (mask, None) if gap is None else exp.off_policy_correction(
         gap, mask, cfg)  # [B, R] bool; [B, R] or None
-    if algorithm.whitens_advantages(ppo):
+    if tasks.whitens_advantages(ppo):
         # over what is learnt from: another mean would push all of it one way
         advantages = losses.whiten(advantages, accepted, center=True)
     learnt = exp.experience_of(
@@ -139,7 +139,7 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
     weights = losses.token_weights(
         token_counts, aggregation=ppo.loss_aggregation, total_tokens=int(token_counts.sum()),
         total_samples=max(int((token_counts > 0).sum()), 1),
-        max_tokens=algorithm.longest_rollout(session.cfg)) * (token_counts > 0)
+        max_tokens=tasks.longest_rollout(session.cfg)) * (token_counts > 0)
     return UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 

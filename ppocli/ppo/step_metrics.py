@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ppocli.config import algorithm, schema, schema_training
+from ppocli.config import schema, schema_training, tasks
 from ppocli.ppo.advantages import ESTIMATORS, accepted_tokens
 from ppocli.ppo.experience import POLICY, Experience, PPOState, penalties_of
 from ppocli.ppo.rollout import Rollout
@@ -97,7 +97,7 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     lengths = mask.sum(1).double()
     score, std = mean_std(rollout.valid_scores)
     kl, penalty = rollout.sequence_kl, 0.0
-    if algorithm.kl_in(cfg.ppo) == "reward":
+    if tasks.kl_in(cfg.ppo) == "reward":
         penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
         "reward/mean": score, "reward/std": std,
@@ -199,7 +199,7 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
         figures["objective/ent_coef"] = experience.options.ent_coef
     for enabled, name, term in (
             # else only objective/entropy, the sampled estimate
-            (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
+            (tasks.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
             (extras.ref_logprobs is not None, "loss/kl_avg", "kl"),
             (extras.imitated is not None, "loss/positive_nll_avg", "nll"),
             (extras.examples is not None, "loss/ptx", "ptx"),

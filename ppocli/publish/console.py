@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ppocli.config.secrets import safe_text
-from ppocli.config.text import clean, figure, without_template
+from ppocli.config.text import clean, figure
 from ppocli.distributed.standard_output import result_stream
 from ppocli.publish import live_view
 from ppocli.runs import run_folder, run_logs
@@ -248,9 +248,9 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
                 figure(side.get(name), 3) + _error(side, name) for side in sides))
     # without rows of another task
     samples = [pair for pair in samples if {"prompt", "response", "score"} <= pair[1].keys()]
-    prompts = without_template([row["prompt"] for _, row in samples])
-    for prompt, pair in zip(prompts, samples, strict=True):
-        table.add_row(Text(clean(prompt)), *(_sample(row, scored) for row in pair[-len(sides):]))
+    for pair in samples:
+        table.add_row(Text(clean(pair[1]["prompt"])),
+                      *(_sample(row, scored) for row in pair[-len(sides):]))
     return table
 
 

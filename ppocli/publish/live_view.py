@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ppocli.config import tasks
-from ppocli.config.text import clean, figure, finite_number, sparkline, without_template
+from ppocli.config.text import clean, figure, finite_number, sparkline
 from ppocli.runs.episode import POLICY, Sample
 
 RECENT = 8
@@ -91,10 +91,7 @@ class Dashboard:
 
     def show(self, samples: Sequence[Sample], step: int) -> None:
         """Show samples of a step in place of earlier ones."""
-        shown = samples[:SAMPLES]
-        prompts = without_template([prompt for prompt, _, _ in shown])
-        self.samples = tuple((prompt, response, score) for prompt, (_, response, score)
-                             in zip(prompts, shown, strict=True))
+        self.samples = tuple(samples[:SAMPLES])
         self.samples_step = step
 
     @property

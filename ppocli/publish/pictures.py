@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ppocli.config import extras
+from ppocli.config import import_guard
 from ppocli.config.text import clean
 from ppocli.errors import ConfigError
 
@@ -63,7 +63,7 @@ class Panel:
 
 def installed() -> bool:
     """Whether there is a matplotlib to draw with."""
-    return extras.installed("matplotlib")
+    return import_guard.installed("matplotlib")
 
 
 def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
@@ -75,7 +75,7 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
     """
     if not installed():
         raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
-                          where="--output", fix=extras.pip_line("matplotlib"))
+                          where="--output", fix=import_guard.pip_line("matplotlib"))
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -28,8 +28,7 @@ import yaml
 from ppocli.config import config_yaml, keys, schema
 from ppocli.config.secrets import hide_secrets
 from ppocli.config.text import each_text, error_line, short_path
-from ppocli.config.user_classes import refuse_unfit
-from ppocli.config.user_code import CodeSetting, Kind, Located, locate
+from ppocli.config.user_code import CodeSetting, Kind, Located, check_class
 from ppocli.errors import InputError, StoppedError
 from ppocli.runs.atomic import read_json, write_json_atomic
 from ppocli.runs.episode import in_a_table
@@ -323,8 +322,8 @@ def _locate_tracker(spec: str) -> Located:
     Raises:
         InputError: the path leads to nothing, or to something that is no tracker.
     """
-    located = locate(CodeSetting(spec, "tracking.trackers", Kind("class", InputError)))
-    refuse_unfit(located, UserTracker, InputError, frozenset({"row"}))
+    setting = CodeSetting(spec, "tracking.trackers", Kind("class", InputError))
+    located = check_class(setting, UserTracker, {"row"})
     try:
         inspect.signature(located.target).bind(Path(), {})
     except TypeError as error:

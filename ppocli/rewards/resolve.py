@@ -9,7 +9,6 @@ from typing import Any
 from ppocli.builtin.names import BUILTIN_REWARDS, BUILTIN_STEPS
 from ppocli.config.config_yaml import PYTHON_OBJECT
 from ppocli.config.text import error_line, pasted, raised_at, suggestion
-from ppocli.config.user_classes import refuse_abstract
 from ppocli.config.user_code import CodeSetting, Kind, Located, from_object, locate, shorten
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.calls import (
@@ -74,14 +73,13 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
     parameters = _parameters(call, located)
     if style == "auto":
         style = recognised([p.name for p in parameters])
-    # an unknown style is reported by config/problems.py
+    # an unknown style is reported by config/rules.py
     convention = STYLES.get(getattr(call, "reward_style", style), STYLES["ppocli"])
     if name is None:
         name = located.spec.rpartition(":")[2].rpartition(".")[2]
     function = RewardFunction(located, located.label, call, parameters, convention, name=name,
                               weight=weight)
     if inspect.isclass(call):
-        refuse_abstract(located, RewardError)
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
         return replace(function, init_kwargs=kwargs)
     _check_kwargs(located, parameters, kwargs, {*convention.sources} - _SETTABLE, complete=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
-from ppocli.config import extras, resume_policy, size_limited
+from ppocli.config import import_guard, resume_policy, size_limited
 from ppocli.config.text import pasted
 from ppocli.errors import InputError, PpocliError
 from ppocli.runs import atomic
@@ -133,7 +133,7 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
     """
     adapter = is_adapter(folder)
     if needs != "tokenizer" and adapter and adapters:
-        extras.require("peft", f"The adapter in {folder}", key)
+        import_guard.require("peft", f"The adapter in {folder}", key)
     if needs != "tokenizer" and adapter and not adapters:
         raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
                          fix="merge it into its base: ppocli export "

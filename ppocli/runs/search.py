@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import extras, keys, schema, tasks
+from ppocli.config import import_guard, keys, schema, tasks
 from ppocli.config.text import counted
 from ppocli.errors import ConfigError
 from ppocli.runs.sweeps import SweepRecord, finished_figures, job_now, varied_values, write_sweep
@@ -35,9 +35,9 @@ def load_optuna() -> Any:
     Raises:
         ConfigError: it isn't installed.
     """
-    if not extras.installed("optuna"):
+    if not import_guard.installed("optuna"):
         raise ConfigError("Searching needs optuna, which is not installed.", where="sweep.search",
-                          fix=extras.pip_line("optuna"))
+                          fix=import_guard.pip_line("optuna"))
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_ENVIRONMENTS, BUILTIN_REWARDS, BUILTIN_STEPS, TOOLS
-from ppocli.config import algorithm, config_yaml, keys, schema, tasks
+from ppocli.config import config_yaml, keys, schema, tasks
 from ppocli.config.import_guard import TRUST
 from ppocli.config.text import printable, short_path
 from ppocli.errors import CheckpointError, ConfigError
@@ -16,7 +16,7 @@ from ppocli.runs import signature
 REMOTE = "trust_remote_code"
 _OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *BUILTIN_STEPS,
                    *BUILTIN_STEPS.values(), *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(),
-                   TOOLS, *algorithm.OUR_ENGINES, *tasks.DATA_TASKS,
+                   TOOLS, *tasks.OUR_ENGINES, *tasks.DATA_TASKS,
                    "ppocli.rewards.randomwalks:metrics", config_yaml.PYTHON_OBJECT})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.config.text import first_line
 from ppocli.errors import InputError
 from ppocli.models import layout, trunk
@@ -62,9 +62,9 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
         InputError: as :func:`load_decodable`.
         ConfigError: the adapter doesn't fit the model.
     """
-    kind = algorithm.adapter_kind(cfg)
+    kind = tasks.adapter_kind(cfg)
     dtype = DTYPES[hardware.weights] if kind is None else frozen_dtype(cfg, hardware)
-    settings = algorithm.adapter_settings(cfg)
+    settings = tasks.adapter_settings(cfg)
     goes_on = None if kind is None else settings
     if scores:
         loaded = language_model.load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)

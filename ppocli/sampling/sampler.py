@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.data.prompt_set import PromptBatch, padded_left
 from ppocli.distributed.backend import Backend, PassRows
 from ppocli.distributed.ranks import is_out_of_memory
@@ -152,7 +152,7 @@ class DecodeSampler:
         self.setup = setup
         # what a model keeps by itself was tried on short rows, and may be wrong for longer ones:
         # the indexer's cache of DeepSeek-V4 mixes rows up once it has more than it may look at
-        self.logprobs_match = (algorithm.exact_when_decoded(setup.cfg) and trunk.decoding_of(
+        self.logprobs_match = (tasks.exact_when_decoded(setup.cfg) and trunk.decoding_of(
             setup.loaded.lm) is not trunk.Decoding.LIBRARY)
         # a reward that computes in a thread meanwhile would break the recording of CUDA graphs: it
         # may wait for the device, or draw random numbers there
@@ -167,7 +167,7 @@ class DecodeSampler:
         setup = self.setup
         if setup.backend.zero_stage < 3:
             yield policy
-        elif algorithm.whole_while_acting(setup.cfg):
+        elif tasks.whole_while_acting(setup.cfg):
             with gathered_policy(policy) as whole:
                 yield whole
         else:

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.config.text import first_line
-from ppocli.config.user_classes import build
-from ppocli.config.user_code import CodeSetting, Kind
+from ppocli.config.user_code import CodeSetting, Kind, build
 from ppocli.data.prompt_set import PromptSet
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.launchers import launched_here
@@ -77,7 +76,7 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     reference, offload = cfg.model.reference, cfg.model.reference.offload
     if reference.kind == "none":
         return None
-    in_parts = (backend.zero_stage == 3 and algorithm.reference_sharded(cfg)
+    in_parts = (backend.zero_stage == 3 and tasks.reference_sharded(cfg)
                 and not _starts_as_adapter(cfg, reference.path))
     load, empty = (partial(reference_and_value.load_reference, how, cfg.model, cfg.hardware)
                    for how in (load_decodable, empty_lm))
@@ -171,7 +170,7 @@ def load_start(cfg: schema.TrainConfig, backend: Backend, model: Any = None, *,
     """
     log.info("loading %s", cfg.model.path)
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, model, scores=scores)
-    if (backend.zero_stage < 3 or algorithm.adapter_kind(cfg.model) is not None
+    if (backend.zero_stage < 3 or tasks.adapter_kind(cfg.model) is not None
             or _starts_as_adapter(cfg)):
         return whole()
     return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model, scores=scores),
@@ -232,7 +231,7 @@ def _checkpoint_gradients(lm: Any) -> None:
 def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:
     """The value head and, unless it reads the policy's own states, what makes its states."""
     value = cfg.model.value
-    if not algorithm.needs_critic(cfg):
+    if not tasks.needs_critic(cfg):
         return None, None
     trunk: Any = None
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, tasks
+from ppocli.config import tasks
 from ppocli.config.schema_training import OPTIMIZER_KEYS, OptimizerConfig
 
 LOW = "low"
@@ -41,7 +41,7 @@ def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.op
         InputError: bitsandbytes is asked for and missing.
     """
     policy_weights, critic = _by_role(policy)
-    settings = algorithm.optimizers_of(updates)
+    settings = tasks.optimizers_of(updates)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (policy_weights, critic), settings, ROLES, strict=False) if parameters]
     if settings[0].name == settings[-1].name or len(groups) == 1:
@@ -69,7 +69,7 @@ def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.opti
     if cfg.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if cfg.name == "adamw_8bit":
-        algorithm.require_optimizer(cfg)
+        tasks.require_optimizer(cfg)
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppocli.config import algorithm, schema, schema_training, tasks
-from ppocli.config.user_classes import build, check_class
-from ppocli.config.user_code import CodeSetting, Kind
+from ppocli.config import schema, schema_training, tasks
+from ppocli.config.user_code import CodeSetting, Kind, build, check_class
 from ppocli.distributed.backend import Backend, PassRows
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
@@ -377,7 +376,7 @@ def check_own_classes(cfg: schema.TrainConfig) -> None:
     """
     if tasks.task_name(cfg) not in _OURS:
         check_class(CodeSetting(str(cfg.task.fn), "task.fn", TASK), Task)
-    if cfg.rollout.engine not in algorithm.OUR_ENGINES:
+    if cfg.rollout.engine not in tasks.OUR_ENGINES:
         from ppocli.sampling.sampler import Sampler
 
         check_class(CodeSetting(cfg.rollout.engine, "rollout.engine", SAMPLER), Sampler)

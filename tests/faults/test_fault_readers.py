@@ -50,11 +50,6 @@ def _set(key: str, value: str):
     return write
 
 
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def _huge(path: Path) -> None:
     os.truncate(path, 1 << 40)
 
@@ -65,8 +60,6 @@ ATTACKS = {
     "a number of 5000 digits": ("config.yaml", _set("num_steps", "9" * 5000), "can't be read"),
     "a bomb of aliases": ("config.yaml", lambda path: path.write_text(LAUGHS), "has an alias"),
     "deep YAML": ("config.yaml", lambda path: path.write_text(f"a: {DEEP}"), "too deeply"),
-    "many values": ("config.yaml", lambda path: path.write_text(f"a: [{'1, ' * 6000}]"),
-                    "more than 5,000 values"),
     "a large configuration": ("config.yaml", _huge, "larger than 67 MB"),
     "deep JSON in the lock": (".lock", lambda path: path.write_text(DEEP), None),
     "an infinite process": (".lock", lambda path: path.write_text(
@@ -74,15 +67,12 @@ ATTACKS = {
     "JSON just not too deep": ("summary.json", lambda path: path.write_text(
         '{"status": ' + "[" * 500 + "]" * 500 + "}"), None),
     "a deep row": ("metrics.jsonl", lambda path: path.write_text('{"step": ' + DEEP), None),
-    **{f"a pipe as {name}": (name, _pipe, "not a plain file")
-       for name in ("metrics.jsonl", "summary.json", ".lock")},
     "endless rows": ("metrics.jsonl", _huge, "larger than 1.1 GB"),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypatch):
-    monkeypatch.setattr(size_limited, "MOST_NODES", 5000)
+def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys):
     name, spoil, said = ATTACKS[attack]
     for run in ("bad", "good"):
         bare_run(here / "runs" / run)
@@ -114,7 +104,7 @@ def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypat
 
 
 @pytest.mark.parametrize(("spoil", "said"), [
-    (_huge, "larger than 67 MB"), (_pipe, "not a plain file"),
+    (_huge, "larger than 67 MB"),
     (lambda path: path.write_text(DEEP), "is damaged")])
 def test_the_generators_of_a_checkpoint_are_read_within_bounds(spoil, said, here):
     from ppocli.training.state import Generators

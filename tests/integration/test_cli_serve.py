@@ -17,7 +17,7 @@ from helpers import stable_rows
 from runs import spawn, wait_for, words
 from warm import Process
 
-from ppocli.config import extras
+from ppocli.config import import_guard
 
 LENGTH = ["reward.fn=length", "reward.kwargs.target=3"]
 
@@ -108,7 +108,7 @@ def test_what_is_wrong_is_told_before_anything_listens(given, code, said, app):
 
 
 def test_without_the_extra_the_message_has_the_pip_line(app, monkeypatch):
-    monkeypatch.setattr(extras, "installed", lambda library: library != "uvicorn")
+    monkeypatch.setattr(import_guard, "installed", lambda library: library != "uvicorn")
     ended = app("serve-reward", *LENGTH, code=3)
     assert "ppocli serve-reward needs uvicorn" in ended.err
     assert "pip install 'ppocli[serve]'" in ended.err

@@ -262,9 +262,7 @@ def test_training_finds_what_is_misspelled_before_torch_loads(world):
 
 def test_what_a_module_makes_of_itself_is_asked_when_it_runs(world):
     for name, body in {"star": "from rewards import *", "late": "globals()['score'] = len",
-                       "named": "from rewards import plain as score",
-                       "lazy": "def __getattr__(name): ...", "set": "score = other = len",
-                       "unread": "def ("}.items():
+                       "lazy": "def __getattr__(name): ...", "set": "score = other = len"}.items():
         (world / f"{name}.py").write_text(body + "\n")
         refuse_absent(CodeSetting(f"{name}.py:score", "reward.fn", REWARD))
         refuse_absent(CodeSetting(f"{name}:score", "reward.fn", REWARD))

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import refused
-from runs import shell
+from helpers import checked, refused
 from typer.testing import CliRunner
 
 import ppocli
@@ -105,7 +104,7 @@ def test_an_algorithm_that_is_no_option_is_answered_with_its_key(name, group):
         "model.peft": "lora model.lora lora.r lora_alpha", "tracking.trackers": "wandb report_to",
         "ppo.init_kl_coef": "kl_beta ppo.kl_beta beta", "tracking.project": "wandb.project",
         "ppo.n": "group_size ppo.group_size num_generations n_samples_per_prompt",
-        "ppo.advantage": "algorithm.adv_estimator advantage_estimator algorithm",
+        "ppo.advantage": "tasks.adv_estimator advantage_estimator algorithm",
         "ppo.num_rollouts": "data.train_batch_size rollout_batch_size",
     }.items() for name in names.split()),
     ("model.value.pth", None, []), ("ppo.lrr", None, [])])
@@ -113,20 +112,17 @@ def test_a_name_counts_by_its_last_parts(given, task, ours):
     assert list(named_elsewhere(given, task)) == ours
 
 
-def test_the_command_answers_with_our_key_and_the_page(tmp_path):
-    said = shell("ppocli train +recipe=quickstart ppo.kl_coef=0.1 train.total_steps=10", tmp_path)
-    assert said.returncode == 2
-    assert "ppo.kl_coef: unknown key; here TRL's kl_coef is ppo.init_kl_coef " in said.stderr
-    assert f"trlX's train.total_steps is ppo.num_steps (docs/{PAGE.name})" in said.stderr
-    other = shell("ppocli train +recipe=quickstart data.train_batch_size=8 lora=true beta=0.04",
-                  tmp_path)
-    assert "ppo.num_rollouts (times ppo.n: verl counts prompts" in other.stderr
-    assert "lora is model.peft (a mapping: model.peft.type=lora" in other.stderr
-    assert "TRL's beta is ppo.init_kl_coef (with ppo.kl_in=loss)" in other.stderr
-    flag = shell("ppocli reward-model --learning-rate 1e-5 --pretrain lm", tmp_path)
-    assert flag.returncode == 2
-    assert "fix:   settings are written without dashes: reward_model.optimizer.lr=1e-5" \
-        in flag.stderr
-    secret = shell("ppocli train --hf_token hf_abcdefghijklmnopqrstuvwxyz", tmp_path)
-    assert secret.returncode == 2
-    assert "abcdefg" not in secret.stderr
+def test_the_command_answers_with_our_key_and_the_page():
+    with refused(ConfigError, "ppo.kl_coef: unknown key; here TRL's kl_coef is ppo.init_kl_coef ",
+                 f"trlX's train.total_steps is ppo.num_steps (docs/{PAGE.name})"):
+        checked("+recipe=quickstart", "ppo.kl_coef=0.1", "train.total_steps=10")
+    with refused(ConfigError, "ppo.num_rollouts (times ppo.n: verl counts prompts",
+                 "lora is model.peft (a mapping: model.peft.type=lora",
+                 "TRL's beta is ppo.init_kl_coef (with ppo.kl_in=loss)"):
+        checked("+recipe=quickstart", "data.train_batch_size=8", "lora=true", "beta=0.04")
+    with refused(ConfigError, "settings are written without dashes: "
+                 "reward_model.optimizer.lr=1e-5"):
+        read_words(["task=reward_model", "--learning-rate", "1e-5", "--pretrain", "lm"])
+    with refused(ConfigError, "looks like a secret") as error:
+        read_words(["--hf_token", "hf_abcdefghijklmnopqrstuvwxyz"])
+    assert "abcdefg" not in str(error.value)

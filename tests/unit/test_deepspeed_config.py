@@ -69,7 +69,7 @@ def test_accelerates_example_is_filled_in(tmp_path):
     {"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, {"fp16": "auto"},
     {"zero_optimization": {"overlap_comm": True, "offload_optimizer": {"device": "none"}}},
     {"communication_data_type": "fp16", "comms_logger": {"enabled": True}},
-    {"elasticity": {"enabled": False}}, {"optimizer": "auto"}, {"steps_per_print": 1}])
+    {"optimizer": "auto"}, {"steps_per_print": 1}])
 def test_files_that_agree(tmp_path, file):
     found = given(tmp_path, file)
     assert found["steps_per_print"] == 10**9
@@ -78,24 +78,21 @@ def test_files_that_agree(tmp_path, file):
 
 @pytest.mark.parametrize(("file", "hardware", "texts"), [
     ({"train_batch_size": 64}, {}, ["train_batch_size is 64, the settings make it 16"]),
-    ({"gradient_clipping": 1.0}, {}, ["gradient_clipping is 1.0", "ppo.max_grad_norm decides"]),
-    ({"fp16": {"enabled": True}}, {}, ["fp16.enabled is true", "there is no fp16"]),
-    ({"bf16": {"enabled": True}}, {"precision": "bf16"}, ["weights stay fp32"]),
+    ({"gradient_clipping": 1.0}, {}, ["gradient_clipping is 1.0"]),
+    ({"fp16": {"enabled": True}}, {}, ["fp16.enabled is true"]),
     ({"torch_autocast": {"enabled": False}}, {"precision": "bf16"}, ["torch_autocast.enabled"]),
     ({"zero_optimization": {"stage": 3}}, {}, ["zero_optimization.stage is 3, the settings make"]),
     ({"zero_optimisation": {"stage": 2}}, {}, ["did you mean zero_optimization?"]),
     ({"zero_optimization": {"overlap_com": True}}, {}, ["did you mean overlap_comm?"]),
-    ({"zero_optimization": {"cpu_offload": True}}, {}, ["given it up for zero_optimization.off"]),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {},
-     ["set hardware.offload_optimizer=true"]),
+     ['offload_optimizer.device is "cpu"']),
     ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {"offload_optimizer": True},
      ['offload_optimizer.device is "none", the settings make it "cpu"']),
     ({"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/d"}}, "aio": {}},
      {"zero_stage": 3, "offload_param": True}, ["host memory only"]),
-    ({"amp": {"enabled": True}}, {}, ["amp: ppocli does not work with it"]),
     (MADE_BY_IT, {}, ["optimizer: ppocli makes its own", "scheduler: ppocli makes its own"]),
     ({"train_batch_size": 1, "gradient_clipping": 9, "stage": 2}, {},
-     ["3 problems in", "stage: DeepSpeed has no such key", "train_batch_size is 1", "is 9"]),
+     ["3 problems in", "stage: no key of DeepSpeed", "train_batch_size is 1", "is 9"]),
     ("[1]", {}, ["it holds no JSON object"]), ("{", {}, ["can't be read as JSON"])])
 def test_files_that_contradict_the_settings(tmp_path, file, hardware, texts):
     with pytest.raises(ConfigError) as raised:

@@ -26,8 +26,8 @@ from sessions import (
     weights_of,
 )
 
-from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
 from ppocli.config.schema import TrainConfig
+from ppocli.config.tasks import kl_estimator, kl_in, whitens_advantages
 from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.experience import update_moments

@@ -10,8 +10,8 @@ import torch
 from helpers import environment, make_lm, save_lm
 from safetensors.torch import load_file, save_file
 
-from ppocli.config.algorithm import peft_fields
 from ppocli.config.schema import ModelConfig
+from ppocli.config.tasks import peft_fields
 from ppocli.distributed import onednn
 from ppocli.models.loading import load_adapters
 from ppocli.models.loading.language_model import load_lm

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from sessions import planned, session_of, small_config
 
-from ppocli.config.algorithm import steers_rate
 from ppocli.config.schema_training import PPOConfig
+from ppocli.config.tasks import steers_rate
 from ppocli.distributed.stop import StopFlag
 from ppocli.ppo.experience import PPOState
 from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate

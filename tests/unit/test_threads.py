@@ -44,7 +44,7 @@ def test_neither_clock_nor_load_nor_free_memory_changes_a_byte(count, world):
     places = ["", str(world / "liar")]
 
     def train(number: int) -> None:
-        ppocli("train", *words("hardware.num_threads=auto", "hardware.memory_check=off",
+        ppocli("train", *words("hardware.num_threads=null", "hardware.memory_check=off",
                                f"run_name={number}", stateful=True),
                cwd=world, code=0, timeout=900, OMP_NUM_THREADS="", PYTHONHASHSEED=str(number),
                PYTHONPATH=places[number > 0], MY_RATE=str((0.5, 7.0)[number % 2]),
@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_threads_it_has_noted(world, command, app):
     noted = json.loads(env.read_text())
     assert noted["num_threads"] == 1
     env.write_text(json.dumps({**noted, "num_threads": usable_cores()}))
-    said = app("resume", "r", "ppo.num_steps=2", "hardware.num_threads=auto", code=0).err
+    said = app("resume", "r", "ppo.num_steps=2", "hardware.num_threads=null", code=0).err
     assert (f"(num_threads: 1 -> {usable_cores()}): equal up to rounding" in said) == (
         usable_cores() > 1)
     assert json.loads(env.read_text())["num_threads"] == usable_cores()

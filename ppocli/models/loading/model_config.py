@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, schema
+from ppocli.config import schema, tasks
 from ppocli.config.text import first_line
 from ppocli.errors import InputError, PpocliError
 from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder
@@ -129,10 +129,10 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
 
 
 def reference_kind(cfg: schema.ModelConfig) -> str:
-    """As :func:`ppocli.config.algorithm.reference_kind`. A policy that trains an existing adapter
+    """As :func:`ppocli.config.tasks.reference_kind`. A policy that trains an existing adapter
     further doesn't start at its base, so its reference is a copy unless ``kind=adapter`` is set.
     """
-    kind = algorithm.reference_kind(cfg)
+    kind = tasks.reference_kind(cfg)
     starts_apart = kind == "adapter" != cfg.reference.kind and adapter_at(
         cfg.path, key="model.path", revision=cfg.revision)
     return "copy" if starts_apart else kind

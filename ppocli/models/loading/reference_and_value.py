@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from ppocli.config.algorithm import adapter_kind
+from ppocli.config import tasks
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import InputError
@@ -35,7 +35,7 @@ def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: Ha
     if cfg.reference.path is not None:
         key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
     reference = load(cfg, dtype=dtype, key=key)
-    if reference.adapter is not None and key == "model.path" and adapter_kind(cfg) is None:
+    if reference.adapter is not None and key == "model.path" and tasks.adapter_kind(cfg) is None:
         # merged in fp32, as the policy's start is
         reference = merged(reference if dtype == torch.float32 else load(cfg, key=key))
         reference.lm.to(dtype)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import algorithm, extras, schema, schema_training, secrets, tasks
+from ppocli.config import import_guard, schema, schema_training, secrets, tasks
 from ppocli.config.keys import is_import_path, schema_keys
 from ppocli.config.text import cut, did_you_mean, shown
 from ppocli.ppo.advantages import CRITERIA, ESTIMATORS, why_no_bound
@@ -44,7 +44,8 @@ _ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("ppo.advantage", ("gae",), ("ppo.lam_value", "ppo.lam_alpha")),
     ("ppo.advantage", ("grpo",), ("ppo.group_std", "ppo.batch_std")),
     ("ppo.advantage", _GROUPED, ("ppo.dynamic_sampling",)),
-    ("ppo.advantage", tuple(ESTIMATORS.keys() - {*_GROUPED}), ("ppo.whiten_rewards",)),
+    ("ppo.advantage", tuple(name for name in ESTIMATORS if name not in _GROUPED),
+     ("ppo.whiten_rewards",)),
     ("ppo.advantage", _CRITICS, (
         "ppo.optimizer.value_lr", "model.value.kind", *_OF_VALUES_ALONE,
         *(key for key in schema_keys() if key.startswith("ppo.value_") and key.count(".") == 2))),
@@ -210,7 +211,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
         yield (f"{shown(entry)} must be a mapping with fn, an import path or a built-in's name "
                f"(keys: {', '.join(schema.FNS_KEYS)})")
         return
-    for name in entry.keys() - {*schema.FNS_KEYS}:
+    for name in (name for name in entry if name not in schema.FNS_KEYS):
         yield (f"unknown key {name}{did_you_mean(str(name), schema.FNS_KEYS)} "
                f"(allowed: {', '.join(schema.FNS_KEYS)})")
     if not isinstance(entry.get("kwargs") or {}, dict):
@@ -228,12 +229,9 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
     yield (config.model.reference.kind == "none" and ppo.init_kl_coef > 0,
            "model.reference.kind, ppo.init_kl_coef", "a KL penalty needs a reference: set "
            "ppo.init_kl_coef=0 or model.reference.kind=copy")
-    yield (ppo.init_kl_coef == 0 and ppo.kl_controller == "adaptive",
-           "ppo.kl_controller, ppo.init_kl_coef", "the adaptive controller can never leave 0")
-    yield (algorithm.full_kl_in_loss(ppo) and algorithm.reference_sharded(config),
+    yield (tasks.full_kl_in_loss(ppo) and tasks.reference_sharded(config),
            "ppo.kl_estimator, hardware.zero_stage",
-           "the full KL in the loss needs a whole reference: use k3+, k2 or k3, ppo.kl_in=reward, "
-           "or a copy with model.reference.shard=false")
+           "in the loss it needs a whole reference: use k3+, or model.reference.shard=false")
     yield (ppo.advantage in _GROUPED and ppo.n < 2, "ppo.advantage, ppo.n",
            f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more: ppo.n=2")
     for name, size in (("num_rollouts", ppo.num_rollouts), (
@@ -244,8 +242,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
         if rest:
             break
     yield (ppo.ptx.coef > 0 and ppo.ptx.data.path is None, "ppo.ptx.data.path",
-           "ppo.ptx.coef mixes examples in, and none are named: give ppo.ptx.data.path=FILE, a "
-           "folder or a data set of the Hub")
+           "ppo.ptx.coef mixes examples in: give ppo.ptx.data.path=FILE, a folder or a Hub name")
     for name, bound in ppo.importance.reject.items():
         wrong = why_no_bound(name, bound)
         yield (wrong, f"ppo.importance.reject.{name}",
@@ -254,7 +251,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
 
 def _value_and_reference(config: schema.TrainConfig) -> Rules:
     value, reference = config.model.value, config.model.reference
-    kind, peft = algorithm.reference_kind(config.model), bool(config.model.peft)
+    kind, peft = tasks.reference_kind(config.model), bool(config.model.peft)
     yield (value.path is not None and value.kind != "model" and not Path(value.path).is_dir(),
            "model.value.path, model.value.kind",
            f"a value function of kind {value.kind} is made from the policy, or starts as another "
@@ -262,8 +259,6 @@ def _value_and_reference(config: schema.TrainConfig) -> Rules:
     yield (value.kind == "branch" and value.num_layers_unfrozen < 1,
            "model.value.num_layers_unfrozen, model.value.kind",
            "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
-    yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device or "cpu"),
-           "model.reference.device", f"{reference.device} must be cpu, cuda or cuda:N")
     for name in ("device", "sync_every"):
         yield (getattr(reference, name) is not None and kind != "copy"
                and not (peft and name == "sync_every"),
@@ -272,11 +267,11 @@ def _value_and_reference(config: schema.TrainConfig) -> Rules:
 
 
 def _engine(config: schema.TrainConfig) -> Rules:
-    rollout, engine, engines = config.rollout, config.rollout.engine, algorithm.OUR_ENGINES
+    rollout, engine, engines = config.rollout, config.rollout.engine, tasks.OUR_ENGINES
     yield (engine not in engines and not is_import_path(engine), "rollout.engine",
            f"{shown(engine)} must be one of {', '.join(engines)}, or the import path of a "
            f"sampler of your own (my_sampler.py:Sampler){did_you_mean(engine, engines)}")
-    yield ((engine == "vllm" or config.env.fn) and not algorithm.whole_while_acting(config),
+    yield ((engine == "vllm" or config.env.fn) and not tasks.whole_while_acting(config),
            "hardware.gather_for_generation", "servers and environments need whole weights: set "
            "hardware.gather_for_generation=true")
     if engine != "vllm":
@@ -302,7 +297,7 @@ def _optimizers(config: schema.TrainConfig) -> Rules:
     """Rules on optimizers, by their effective settings."""
     zero, owner = config.hardware.zero_stage > 0, tasks.updates_section(config)
     section = tasks.updates_of(config)
-    kinds = [optimizer.name for optimizer in algorithm.optimizers_of(section)]
+    kinds = [optimizer.name for optimizer in tasks.optimizers_of(section)]
     for node, kind in zip(("optimizer", "value_optimizer"), kinds, strict=False):
         settings, where = getattr(section, node), f"{owner}.{node}"
         yield (settings.betas is not None and len(settings.betas) != 2, f"{where}.betas",
@@ -312,7 +307,7 @@ def _optimizers(config: schema.TrainConfig) -> Rules:
             yield (name not in schema_training.OPTIMIZER_KEYS.get(kind, (name,))
                    and getattr(settings, name) != default, f"{where}.{name}, {where}.name",
                    f"{kind} has no {name}: leave it at {shown(default)}")
-        yield (zero and settings.name in algorithm.UNSHARDED_OPTIMIZERS,
+        yield (zero and settings.name in tasks.UNSHARDED_OPTIMIZERS,
                f"{where}.name, hardware.zero_stage", f"{settings.name} needs whole weights, "
                f"and ZeRO shards its state: use {where}.name=adamw or hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
@@ -328,7 +323,7 @@ def _schedules(config: schema.TrainConfig) -> Rules:
     schedules = {"scheduler": section.scheduler}
     if isinstance(section, schema.PPOConfig) and section.value_scheduler != \
             schema_training.ValueSchedulerConfig():
-        schedules["value_scheduler"] = algorithm.value_scheduler(section)
+        schedules["value_scheduler"] = tasks.value_scheduler(section)
     for node, schedule in schedules.items():
         accepted = schema_training.SCHEDULE_ARGUMENTS.get(schedule.name, ())
         where = f"{tasks.updates_section(config)}.{node}.kwargs"
@@ -344,8 +339,8 @@ def _schedules(config: schema.TrainConfig) -> Rules:
 def _adapter(config: schema.TrainConfig) -> Rules:
     """Rules on ``model.peft``. Its fields are checked against a table, since importing PEFT loads
     torch, which takes seconds."""
-    model, kind = config.model, algorithm.adapter_kind(config.model)
-    reference = algorithm.reference_kind(model)
+    model, kind = config.model, tasks.adapter_kind(config.model)
+    reference = tasks.reference_kind(model)
     yield (reference == "adapter" and not model.peft, "model.reference.kind, model.peft",
            "the reference is an adapter switched off, and there is none: give model.peft or "
            "another kind")
@@ -353,9 +348,9 @@ def _adapter(config: schema.TrainConfig) -> Rules:
     if kind is None:
         return
     for key, library in (("model.quantization", "bitsandbytes"), ("model.peft", "peft")):
-        yield (attrgetter(key)(config) and not extras.installed(library), key,
-               f"needs {library}: {extras.pip_line(library)}")
-    settings, accepted = algorithm.adapter_settings(model), algorithm.peft_fields()
+        yield (attrgetter(key)(config) and not import_guard.installed(library), key,
+               f"needs {library}: {import_guard.pip_line(library)}")
+    settings, accepted = tasks.adapter_settings(model), tasks.peft_fields()
     for name in settings:
         yield (name not in accepted, f"model.peft.{name}", "unknown key, or filled in by ppocli: "
                f"PEFT's {kind} takes {', '.join(accepted[:3])}, ..."
