@@ -346,9 +346,9 @@ LAUNCH = (
          'if config_yaml.classify_change(key) == "refused"', "if not key",
          "test_resuming_is_compared_with_the_run"),
         ("flat_scores_unnoticed", "launch/preflight.py", "equal = len(scores) > 1 and",
-         "equal = len(scores) > 9 and", "test_it_says_what_nothing_can_be_learnt_from"),
+         "equal = len(scores) > 9 and", "test_notes_on_what_nothing_can_be_learnt_from"),
         ("any_gradient_is_zero", "launch/preflight.py", 'terms["grad_norm"] < 1e-7',
-         'terms["grad_norm"] < 1e7', "test_it_says_what_nothing_can_be_learnt_from")),
+         'terms["grad_norm"] < 1e7', "test_notes_on_what_nothing_can_be_learnt_from")),
 )
 
 MUTANTS = (*ENGINE, *MORE_OF_THE_ENGINE, *STORAGE, *DATA, *SUPERVISED, *ENVIRONMENTS, *REWARDS,

@@ -12,7 +12,9 @@ from ppocli import errors
 from ppocli.cli import output, sweep_jobs
 from ppocli.cli.sweep_show import print_jobs
 from ppocli.config.command_words import Words, read_setting, read_words
+from ppocli.config.compose import compose
 from ppocli.config.hydra_sweep import BASIC, SweepPlan, launch_jobs, read_plan
+from ppocli.config.keys import schema_keys
 from ppocli.config.text import first_line, pasted
 from ppocli.launch.open_run_folder import new_folder
 from ppocli.runs import sweeps
@@ -50,6 +52,10 @@ def run_sweep(words: Words) -> None:
             if sweeps.is_sweep(folder) else ("a run", "")
         raise errors.CheckpointError(f"{folder} holds {what} already; nothing is overwritten.",
                                      where="hydra.sweep.dir", fix=f"{fix}choose another folder")
+    for number, varied in enumerate(plan.grid):
+        # a group or recipe that doesn't exist ends the sweep before its first job, not at its last
+        if any(_key(word).lstrip("+") not in schema_keys() for word in varied):
+            compose(plan.job(folder, number, varied).words)
     _run(plan, SweepRecord(folder, words.typed, str(Path.cwd()), plan.grid, search))
 
 

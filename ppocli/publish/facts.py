@@ -150,9 +150,9 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
 
 def _best(record: RunRecord) -> Row | None:
     """The best evaluation in the summary; a running run has none."""
-    best = (record.summary or {}).get("best") or {}
-    return {"name": record.config.checkpoint.metric, "step": best["step"],
-            "value": best["metric"]} if best.get("metric") is not None else None
+    best = (record.summary or {}).get("best")
+    return {"name": record.config.checkpoint.metric, "step": best["step"], "value": best["metric"]
+            } if isinstance(best, dict) and {"step", "metric"} <= best.keys() else None
 
 
 def _complaints(record: RunRecord) -> list[Row]:

@@ -164,7 +164,7 @@ def test_what_a_reward_tells_of_secrets_and_terminals_stays_in_the_process(
     assert ended.code == 7
     assert code_of(lambda: watch("runs/r", interval=0.1, from_start=True, plain=True,
                                  as_json=False)) == 0
-    code_of(lambda: report("runs/r", None, None, None, False, False))
+    code_of(lambda: report("runs/r", None, None, False, False))
     said = [ended.said, *capsys.readouterr()]
     assert "Traceback" in ended.err
     assert sum(r"boom \x1b[31m *** *** http://me:***@host" in text for text in said) == 2

@@ -49,7 +49,7 @@ def test_help_shows_examples_groups_and_keys(tmp_path):
     (["recipes", "show", "quickstrat"], "did you mean quickstart?"),
     (["train", "-m", "+recipe=quickstart", "ppo.lrr=1,2"], "ppo.lrr: unknown key"),
     (["train", "-m", "+recipe=quickstart,nope"], "unknown recipe nope"),
-    (["train", "-m", "+recipe=quickstart", "resume=runs/x"], "can't be swept"),
+    (["train", "-m", "+recipe=quickstart", "resume=runs/x"], "this is a sweep"),
 ])
 def test_usage_errors_are_2_on_stderr_without_traceback(words, said, typed):
     done = typed(*words, code=2)

@@ -140,7 +140,7 @@ def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage, command)
 
 
 def test_a_loop_of_ones_own_has_no_environment(stage):
-    with pytest.raises(ConfigError, match="play environments"):
+    with pytest.raises(ConfigError, match="each sample of your own loop is one response"):
         PPOTrainer([word for word in playing() if "log_rollouts" not in word])
 
 

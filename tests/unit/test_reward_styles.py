@@ -68,7 +68,8 @@ def test_what_ships_is_called_our_way(monkeypatch):
         target: Any = locate_reward(name, key="reward.fn").target
         kwargs = {"classifier": {"model": "m"}, "reward_model": {"model": "m"},
                   "step_reward_model": {"model": "m"}, "http": {"url": "u"},
-                  "length": {"target": 1}}.get(name, {})
+                  "length": {"target": 1},
+                  "judge": {"url": "u", "model": "m", "rubric": "r"}}.get(name, {})
         cfg = RewardConfig(fn=name, kwargs=kwargs)
         assert with_styles(cfg) == replace(cfg, style="ppocli"), target
 

@@ -94,7 +94,7 @@ def test_arithmetic_is_right_and_what_the_command_writes(tmp_path):
             str(a + b) for a, b in pairs]
         assert len(seen.setdefault(name, set(pairs))) == len(rows) == count
         answers = [row["answer"] for row in rows]
-        assert Answer(after="####")(answers, answer=answers) == [1.0] * count
+        assert Answer(after="####")(answers, lambda *_: None, answer=answers) == [1.0] * count
     assert not set.intersection(*seen.values())
     products = [lines_of(name) for name in ("calculator-prompts", "calculator-eval-prompts")]
     assert [len(rows) for rows in products] == [512, 128]
