@@ -182,7 +182,7 @@ class Chat:
         complain(self._sampling())
 
     def _sampling(self) -> str:
-        from ppocli.sampling.token_choice import SAMPLING_KEYS
+        from ppocli.sampling.samples import SAMPLING_KEYS
 
         shown = [f"{name}={getattr(self._generation, name)}" for name in SAMPLING_KEYS]
         return ", ".join([*shown, f"seed={self._seed}"])
