@@ -315,7 +315,7 @@ KINDS = {
                 frozenset({"loss", "perplexity"})),
     "reward_model": Kind("reward-model training", (("accuracy", "accuracy"), ("loss", "loss")),
                          frozenset({"loss"}))}
-"""by :func:`ppocli.config.task_name`"""
+"""by :func:`task_name`"""
 
 
 def kind_of(config: schema.TrainConfig, lower_is_better: frozenset[str] | None = None) -> Kind:

@@ -70,6 +70,8 @@ class Style:
     """``invoke(call, arguments, constants, N)`` in place of one call for all samples"""
     scores: Callable[[Any, RewardRequest], Any] | None = None
     """takes the scores out of what was returned and logs the rest; ValueError: they are missing"""
+    align: Callable[[list[float], RewardRequest, int], list[float]] | None = None
+    """moves the numbers of one sample from the function's tokens to those of the response"""
 
 
 @dataclass(frozen=True, slots=True)

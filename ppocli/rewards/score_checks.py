@@ -56,6 +56,8 @@ def read_scores(function: RewardFunction, request: RewardRequest, returned: Any)
         if not isinstance(value, (list, tuple)):
             return _number(value)
         numbers = [math.nan if item is None else _number(item) for item in value]
+        if noun == "token" and function.style.align is not None:
+            numbers = function.style.align(numbers, request, index)
         places = request.step_ends[index] if noun == "step" else range(
             len(request.response_ids[index]))
         if len(numbers) != len(places):

@@ -4,7 +4,7 @@
   **columns)``; of a chat, prompts and completions are lists of messages
   (``huggingface/trl:trl/trainer/grpo_trainer.py::_calculate_rewards@f2cd577``).
 - ``trlx``: ``f(samples, prompts, outputs, tokenizer, **columns)``; an output ends in the EOS text
-  where the response ended, and a dense answer has a number for each token of the response
+  where the response ended, and a dense answer has a number for each token of that text
   (``CarperAI/trlx:trlx/trainer/accelerate_base_trainer.py::decode@3340c2f``).
 - ``verl``: ``f(data_source, solution_str, ground_truth, extra_info)``, once per sample; answers a
   number or a dict with ``score``
@@ -16,7 +16,8 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 from ppocli.config.user_code import shorten
 from ppocli.errors import RewardError
 from ppocli.rewards.calls import ARGUMENTS, Style, fresh, steps_of
-from ppocli.rewards.reward_records import RewardRequest
+from ppocli.rewards.reward_records import RewardRequest, on_tokens
 
 FOREIGN = {"trl": "TRL", "trlx": "trlX", "verl": "verl", "openrlhf": "OpenRLHF"}
 """style -> the library that functions of it were written for"""
@@ -81,6 +82,44 @@ def _ended_outputs(request: RewardRequest) -> list[str]:
             outputs[i] = outputs[i] if at_special else outputs[i].rstrip()
             outputs[i] += tokenizer.eos_token or ""
     return outputs
+
+
+def _aligned(numbers: list[float], request: RewardRequest, index: int) -> list[float]:
+    """Numbers for the tokens of sample ``index``'s output encoded again, as trlX trains on them, as
+    numbers of the sampled tokens: each goes where the text of its token ends. Their sum stays.
+    Numbers of another count than that text's tokens, or of a transcript, most of which isn't the
+    policy's, are returned unchanged.
+
+    Args:
+        numbers: [tokens of the output] as the function returned them.
+    """
+    if request.episodes:
+        return numbers
+    sampled, tokenizer = list(request.response_ids[index]), _tokenizer(request, "trlX")
+    output = _ended_outputs(request)[index]
+    whole, again = (list(tokenizer(output, add_special_tokens=special)["input_ids"])
+                    for special in (True, False))
+    if not sampled or len(numbers) not in (len(whole), len(again)):
+        return numbers
+    front = 0  # tokens that the tokenizer puts before a text
+    if len(numbers) == len(whole):
+        front = next((i for i in range(len(whole) - len(again) + 1)
+                      if whole[i:i + len(again)] == again), 0)
+    same = next((i for i, pair in enumerate(zip(again, sampled, strict=False))
+                 if pair[0] != pair[1]), min(len(again), len(sampled)))
+    places, last = [*range(same)], len(sampled) - 1
+    if len(again) > same:
+        ends, again_ends = (_text_ends(tokenizer, ids[same:]) for ids in (sampled, again))
+        places += [min(same + bisect_left(ends, end), last) for end in again_ends]
+        if again[-1] == tokenizer.eos_token_id:  # what was trimmed comes before it
+            places[-1] = last
+    places = [0] * front + places + [last] * (len(numbers) - front - len(places))
+    return on_tokens(numbers, places, len(sampled))
+
+
+def _text_ends(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Where the text of each token ends, in characters."""
+    return [len(tokenizer.decode(ids[:count])) for count in range(1, len(ids) + 1)]
 
 
 # verl ---------------------------------------------------------------------------------------------
@@ -187,7 +226,8 @@ STYLES = {style.name: style for style in (
         "trainer_state": _trainer_state}),
     Style("trlx", {
         **ARGUMENTS, "outputs": _ended_outputs,
-        "samples": lambda r: [p + q for p, q in zip(r.prompts, _ended_outputs(r), strict=True)]}),
+        "samples": lambda r: [p + q for p, q in zip(r.prompts, _ended_outputs(r), strict=True)]},
+        align=_aligned),
     Style("verl", {
         "solution_str": ARGUMENTS["responses"], "ground_truth": _ground_truth,
         "extra_info": _extra_info, "steps": steps_of},

@@ -38,7 +38,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ([], "prompts.path=builtin:ra", ["prompts.path=builtin:randomwalks-prompts"]),
     ([], "reward.fn=key", ["reward.fn=keyword"]),
     ([], "resume=", ["resume=never", "resume=auto", "resume=runs/newer", "resume=runs/older"]),
-    (["--cfg"], "", ["job", "deepspeed"]),
     # as bash breaks words
     (["+recipe", "="], "h", ["hh_ppo", "hh_reward", "hh_sft"]),
     ([], "data.path=builtin:pipeline-pairs-", ["data.path=builtin:pipeline-pairs-eval"]),

@@ -118,7 +118,7 @@ def test_groups_and_recipes_say_what_jobs_share(world: Path):
     assert (plan.shared.sweep.trials, plan.shared.hardware.num_processes,
             plan.shared.output_dir) == (3, 2, "elsewhere")
     single = plan.job(world / "s", 1, ("seed=2",)).words
-    composed = compose(read_words(single.argv(whole=True)))  # its words are typed again
+    composed = compose(read_words(single.argv()))  # its words are typed again
     assert composed.problems() == []
     assert (composed.config.seed, composed.config.run_name) == (2, "1")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import CHATML, words
+from data_tokenizers import CHATML, utf8_bytes, words
 from helpers import jsonl, refused, save_talker, serving_reward
 from runs import signed_again
 from runs import words as run_words
@@ -72,6 +72,49 @@ def test_what_ships_is_called_our_way(monkeypatch):
                   "judge": {"url": "u", "model": "m", "rubric": "r"}}.get(name, {})
         cfg = RewardConfig(fn=name, kwargs=kwargs)
         assert with_styles(cfg) == replace(cfg, style="ppocli"), target
+
+
+def test_dense_numbers_go_where_the_text_of_their_token_ends():
+    tok = utf8_bytes()  # a token a byte
+    text = "was né"
+    ids = tok(text)["input_ids"]
+
+    def each(samples, prompts, outputs, tokenizer):
+        return [[float(i + 1) for i in range(len(tokenizer(out)["input_ids"]))] for out in outputs]
+
+    reward = build_reward(RewardConfig(), reward_fn=each)
+    whole = request(tok, [text])
+    assert reward.score(whole).dense == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    # trimmed at a stop sequence of three tokens: EOS is the end of what was sampled
+    stop = RewardRequest(["p"], [text], [[*ids, *tok("###")["input_ids"]]], {}, tok, ended=[True])
+    assert reward.score(stop).dense == [[1, 2, 3, 4, 5, 6, 7, 0, 0, 8]]
+    # a tokenizer that puts a token in front of every text: its number is the first token's
+    front = words(front=True)
+    asked = request(front, ["the film"])
+    assert reward.score(asked).dense == [[1 + 2, 3, 4]]
+    # of our own tokens' length they are taken as they are
+    reward = build_reward(RewardConfig(style="trlx"), reward_fn=lambda outputs: [[5, 6, 7]])
+    assert reward.score(asked).dense == [[5, 6, 7]]
+
+
+def test_dense_numbers_keep_their_sum_where_tokens_differ(tokenizer):
+    pieces = [" w", "as", " a", " tru", "ly", " wonder", "ful"]
+    ids = [i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    text = "".join(pieces)
+    again = tokenizer(text)["input_ids"]
+    assert len(again) < len(ids)
+
+    def each(samples, prompts, outputs, tokenizer):
+        return [[float(i + 1) for i in range(len(tokenizer(outputs[0])["input_ids"]))]]
+
+    asked = RewardRequest(["p"], [text], [[*ids, tokenizer.eos_token_id]], {}, tokenizer,
+                          ended=[True])
+    [dense] = build_reward(RewardConfig(), reward_fn=each).score(asked).dense or []
+    assert sum(dense) == sum(range(1, len(again) + 2))
+    ends = [len(tokenizer.decode(ids[:i + 1])) for i in range(len(ids))]
+    for number, token in enumerate(again, start=1):
+        end = len(tokenizer.decode(again[:number]))
+        assert dense[next(i for i, e in enumerate(ends) if e >= end)] >= number, token
 
 
 def test_trlx_dense_example(tokenizer):
@@ -344,8 +387,6 @@ def test_validate_shows_the_style(world, validate):
     assert "reward elsewhere.py:dense_reward_fn (style trlx)" in validate(
         *run_words("reward.fn=elsewhere.py:dense_reward_fn"), code=0).out
     assert "did you mean trlx" in validate(*run_words("reward.style=trlxx"), code=2).said
-    assert "give reward.style=trl to ppocli serve-reward" in validate(
-        *run_words("reward.fn=http", "reward.style=trl"), code=2).said
     assert "must be one of auto, ppocli, trl" in validate(
         *run_words("~reward.fn", "reward.fns.a.fn=length", "reward.fns.a.style=TRL"),
         code=2).said

@@ -69,7 +69,7 @@ def own_pass(lm, rollout, row, start=None):
 @pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
 @pytest.mark.parametrize(("kind", "keys"), [
     ("gpt2", {}), ("gpt2", {"ppo__logprobs_from": "forward", "ppo__chunk_size": 3}),
-    ("llama", {"rollout__engine": "transformers"}), ("t5", {}), ("mamba", {}),
+    ("t5", {}), ("mamba", {}),
     ("gemma2", {"generation__top_k": 40, "generation__repetition_penalty": 1.3}),
     ("gpt2", {"generation__top_p": 0.9, "generation__min_new_tokens": 2})])
 def test_ids_without_a_token_are_never_sampled_and_probabilities_are_of_the_others(
