@@ -359,9 +359,8 @@ def _adapter(config: schema.TrainConfig) -> Rules:
     yield (initial not in (True, False, "gaussian", "orthogonal"), "model.peft.init_lora_weights",
            f"{initial} must be true, false, gaussian or orthogonal: others change the base")
     yield (settings.get("bias", "none") != "none" and reference == "adapter",
-           "model.peft.bias, model.reference.kind",
-           "biases of the base would train, and the adapter switched off would not be the starting "
-           "policy any more: leave bias out or set model.reference.kind=copy")
+           "model.peft.bias, model.reference.kind", "biases of the base, which the reference has "
+           "too, would train: leave bias out or set model.reference.kind=copy")
     yield (model.value.kind == "branch", "model.value.kind, model.peft", "a branch would copy and "
            "train layers of the frozen base: set model.value.kind=head or =model")
     yield (reference == "shared", "model.reference.kind, model.peft", "with an adapter the "

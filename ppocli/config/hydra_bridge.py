@@ -1,5 +1,4 @@
-"""Hydra: its search path, its loader, its main function, and its errors as one short
-``ConfigError``.
+"""Hydra: its search path, its loader, and its errors as one short ``ConfigError``.
 
 Hydra names a config group after its folder, so the top-level ``recipes/`` would be ``+recipes=``.
 A source that lists the files of a folder as the options of one group gives ``+recipe=``.

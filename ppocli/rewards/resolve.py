@@ -73,7 +73,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
     parameters = _parameters(call, located)
     if style == "auto":
         style = recognised([p.name for p in parameters])
-    # an unknown style is reported by config/rules.py
+    # an unknown style is reported by config/checks.py
     convention = STYLES.get(getattr(call, "reward_style", style), STYLES["ppocli"])
     if name is None:
         name = located.spec.rpartition(":")[2].rpartition(".")[2]

@@ -100,8 +100,7 @@ def test_it_is_judged_and_asked(here, export, what):
 
 
 @pytest.mark.slow
-def test_what_lies_in_the_current_folder_stands_for_no_library(world, tmp_path):
-    """Neither where the library is installed nor, of PEFT, where it isn't."""
+def test_what_lies_in_the_current_folder_stands_for_no_library(world):
     for name in ("datasets", "accelerate", "yaml"):
         (world / f"{name}.py").write_text("raise SystemExit('shadowed')")
     for name in ("deepspeed", "torch", "transformers", "numpy"):
