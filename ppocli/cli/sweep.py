@@ -39,6 +39,10 @@ def run_sweep(words: Words) -> None:
     """
     plan = read_plan(words)
     search = _search_of(plan)
+    for number, varied in enumerate(plan.grid):
+        # a group or recipe that doesn't exist ends the sweep before its first job, not at its last
+        if any(_key(word).lstrip("+") not in schema_keys() for word in varied):
+            compose(plan.job(Path("sweep"), number, varied).words)
     base, name = Path(plan.shared.output_dir).expanduser().absolute(), words.value("run_name")
     place = words.value("hydra.sweep.dir")
     with disk_errors(base):
@@ -52,10 +56,6 @@ def run_sweep(words: Words) -> None:
             if sweeps.is_sweep(folder) else ("a run", "")
         raise errors.CheckpointError(f"{folder} holds {what} already; nothing is overwritten.",
                                      where="hydra.sweep.dir", fix=f"{fix}choose another folder")
-    for number, varied in enumerate(plan.grid):
-        # a group or recipe that doesn't exist ends the sweep before its first job, not at its last
-        if any(_key(word).lstrip("+") not in schema_keys() for word in varied):
-            compose(plan.job(folder, number, varied).words)
     _run(plan, SweepRecord(folder, words.typed, str(Path.cwd()), plan.grid, search))
 
 

@@ -108,7 +108,7 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
             in ended.err)
     assert "samples.jsonl has not as many rollout samples as episodes of step 1: " in ended.err
     (folder / "config.yaml").unlink()
-    assert "has lost its config.yaml" in command(f"resume={folder}", code=5).err
+    assert "has no config.yaml" in command(f"resume={folder}", code=5).err
 
 
 @pytest.mark.parametrize("moved", [False, True])

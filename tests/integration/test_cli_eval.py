@@ -232,7 +232,7 @@ def test_python_objects_take_the_place_of_words(place):
 def test_one_text_is_no_list_of_texts(place):
     run = ppocli.load_run(place / RUN)
     for prompts, sampling, message in (
-            ("The film", {}, r"prompts is one text"), ([None], {}, "prompts holds None"),
+            ("The film", {}, "is no list of texts"), ([None], {}, "prompts holds None"),
             (["it"], {"max_new_tokens": "5"}, "max_new_tokens is '5'; it takes a whole number"),
             (["it"], {"top_k": True}, "top_k is True"),
             (["it"], {"stop_sequences": "."}, "it takes a list of texts"),
@@ -240,7 +240,7 @@ def test_one_text_is_no_list_of_texts(place):
         with pytest.raises(ConfigError, match=message):
             run.generate(prompts, **sampling)
     for function in (lambda words: ppocli.evaluate(place / RUN, words), ppocli.train):
-        with pytest.raises(ConfigError, match="overrides is one text"):
+        with pytest.raises(ConfigError, match="is no list of texts"):
             function("generation.temperature=0.7")
     found = ppocli.evaluate(RUN, ["reward.kwargs.target=3"], reward="length", limit=1)
     assert found.report["settings"]["reward"]["fn"] == "length"

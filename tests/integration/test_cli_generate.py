@@ -145,7 +145,7 @@ def test_wrong_prompts_and_settings_are_refused(here, generate):
             (("-p", "x", "--step", "99"), 5, "step-000099"),
             (("-p", "x", "generation.temperature=0"), 2, "generation.temperature: 0 must be > 0"),
             (("-p", "x", "seed=-1"), 2, "seed"),
-            (("-p", "x", "rollout.engine=transformers"), 2, "are sampled by our own loop")):
+            (("-p", "x", "rollout.engine=transformers"), 2, "must be one of decode, vllm")):
         ended = generate("first", *asked, code=code)
         assert message in ended.err, ended.err
         assert ended.out == ""

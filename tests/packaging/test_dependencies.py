@@ -63,7 +63,7 @@ def test_every_imported_library_is_a_declared_dependency():
     assert set(undeclared) == set(OPTIONAL)
     for module, extra in OPTIONAL.items():
         # what is not installed here goes by its module's name
-        assert (distributions_of(module) or {module}) & declared(extra)
+        assert (distributions_of(module) or {canonicalize_name(module)}) & declared(extra)
 
 
 def test_every_declared_dependency_is_imported():

@@ -199,7 +199,6 @@ def test_lora_on_an_encoder_decoder(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(ours(**words).logits, theirs(**words).logits, rtol=0, atol=1e-5)
     assert not any(p.requires_grad for p in ours.parameters())
-    refused_session(config_of(tmp_path, "prompt", "t5"), ConfigError, "takes no prompt adapter")
 
 
 def test_an_adapter_goes_on_as_it_is_and_with_its_base_only(tmp_path, saved):

@@ -136,9 +136,17 @@ def test_what_a_function_raises_is_its_error_whatever_it_is(case, timeout):
     assert len(str(caught.value)) < 10_000
 
 
+KEPT = []
+"""a mode ends with the object that entered it"""
+
+
+def _enter_inference() -> None:
+    KEPT.append(torch.inference_mode())
+    KEPT[-1].__enter__()
+
+
 MODES = {"default dtype": lambda: torch.set_default_dtype(torch.float64),
-         "inference mode": lambda: torch.inference_mode().__enter__(),
-         "grad mode": lambda: torch.set_grad_enabled(False),
+         "inference mode": _enter_inference, "grad mode": lambda: torch.set_grad_enabled(False),
          "default device": lambda: torch.set_default_device("meta")}
 
 

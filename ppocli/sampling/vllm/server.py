@@ -248,6 +248,8 @@ class WeightsFolder:
         try:
             _reload(server, self._newest / SEEN, is_checkpoint_format=False)
         except SamplerError as error:
+            if error.fix in _REMEDIES.values():
+                raise  # it is the route or the token, not the folder
             server.ask("/health", timeout=LOOK)
             raise SamplerError(f"{server.url} can't read the weights in {self._newest}: "
                                f"{error.what}", where="rollout.weights_dir", fix="name a folder "
