@@ -232,7 +232,7 @@ def test_python_objects_take_the_place_of_words(place):
 def test_one_text_is_no_list_of_texts(place):
     run = ppocli.load_run(place / RUN)
     for prompts, sampling, message in (
-            ("The film", {}, "is no list of texts"), ([None], {}, "prompts holds None"),
+            ("The film", {}, "is no list of texts"), ([None], {}, "is no list of texts"),
             (["it"], {"max_new_tokens": "5"}, "max_new_tokens is '5'; it takes a whole number"),
             (["it"], {"top_k": True}, "top_k is True"),
             (["it"], {"stop_sequences": "."}, "it takes a list of texts"),
