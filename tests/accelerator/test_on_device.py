@@ -8,7 +8,6 @@ import torch
 from helpers import save_lm
 from sessions import (
     count_letters,
-    experience_of,
     fresh_state,
     optimize,
     rollout_of,
@@ -74,17 +73,6 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
     assert others[1] == pytest.approx(figures, abs=2e-3)
     for place, tensor in others[2].items():
         torch.testing.assert_close(tensor, weights[place], rtol=0, atol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_bf16_computes_and_trains(sim, tmp_path, weights):
-    cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision="bf16",
-                       hardware__weights=weights, ppo__optimizer__lr=0.0)
-    with session_of(cfg, reward=count_letters) as session:
-        result = optimize(session, experience_of(session))
-    assert result.terms["ratio"] == pytest.approx(1.0, abs=0.05)
-    assert result.updates == 8
 
 
 @pytest.mark.slow

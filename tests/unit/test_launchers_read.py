@@ -8,14 +8,10 @@ import pytest
 
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.distributed import launchers
 from ppocli.distributed.launchers import (
     Launched,
-    RankOutcome,
     find_launch,
     first_host,
-    note_phase,
-    write_outcome,
 )
 from ppocli.errors import ConfigError, RewardError
 from ppocli.launch import external_launch
@@ -118,7 +114,6 @@ def test_the_launcher_says_how_many():
 
 @pytest.mark.parametrize(("variables", "keys", "text"), [
     ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "mixed_precision=bf16"),
-    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": "bf16"}, "mixed_precision=fp16"),
     ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "use_deepspeed=true.*hardware.zero_stage=0"),
     ({"ACCELERATE_USE_FSDP": "true"}, {}, "use_fsdp"),
     ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "dynamo_backend=inductor"),
@@ -158,10 +153,3 @@ def test_a_rank_that_lost_another_lets_that_one_report_the_cause(capsys, monkeyp
                                  lambda: fail(RewardError("no reward today"))))
         assert [code.result() for code in codes] == [7, 7]
     assert capsys.readouterr().err == "Error: no reward today\n"
-
-
-def test_a_rank_without_room_for_temporary_files_prints_its_outcome(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(launchers._Reports, "folder", tmp_path / "gone")
-    note_phase("step 1, rollout")
-    write_outcome(RankOutcome(1, 7, "the reward failed"))
-    assert capsys.readouterr().err == "rank 1: the reward failed\n"
