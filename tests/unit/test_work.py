@@ -146,8 +146,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", ids="-".join, params=mostly_slow(
-    product(KINDS, CASES), quick=lambda case: case[0] == "gpt2" or case[1] in (
-        "top layer in bf16", "a critic of its own")))
+    product(KINDS, CASES), quick=lambda case: "-".join(case) in (
+        "gpt2-all layers", "gpt2-top layer in bf16", "llama-a critic of its own")))
 def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
     kind, name = request.param
     case = CASES[name]
@@ -233,11 +233,10 @@ def test_the_optimizer_steps_once_an_update_with_one_operation_a_group(step: Ste
     assert step.count("optimize", "steps") == updates * step.groups
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folders, kind):
+def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folders):
     """In fp32 and at temperature 1 decoding has given the policy's logprobs."""
     new = 8
-    cfg = small_config(folders[kind], ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
+    cfg = small_config(folders["gpt2"], ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
     work = Work()
     with session_of(cfg) as session, work:
         found = evaluate(session, session.context())
@@ -267,7 +266,7 @@ def peak_of(work: Any) -> int:
     return peak
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
     """A vocabulary beside which the rest of a small model is nothing, and a pass whose logits are
     more than may be kept."""
