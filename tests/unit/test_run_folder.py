@@ -79,8 +79,8 @@ DEAD = {"pid": 2**22 + 1}
 
 
 @pytest.mark.parametrize("stale", [
-    DEAD, {"boot": "another"}, {"started": 1}, {"host": "elsewhere", "boot": "another"}, "{half",
-    ""], ids=["dead pid", "other boot", "recycled pid", "other host", "garbage", "empty"])
+    DEAD, {"boot": "another"}, {"started": 1}, "{half"],
+    ids=["dead pid", "other boot", "recycled pid", "garbage"])
 def test_stale_names_are_taken_over(tmp_path: Path, stale: dict | str):
     (tmp_path / ".lock").write_text(stale if isinstance(stale, str) else json.dumps(
         asdict(run_folder._myself()) | stale))
@@ -125,21 +125,6 @@ with lock(Path(sys.argv[1])):
     finally:
         os.kill(orphan, signal.SIGKILL)
         parent.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ["", "stale"])
-def test_of_processes_that_race_exactly_one_wins(tmp_path: Path, before: str):
-    if before:
-        (tmp_path / ".lock").write_text(json.dumps(asdict(run_folder._myself()) | DEAD))
-    racers = [start_python(HOLD, tmp_path, 60) for _ in range(5)]
-    said = [racer.stdout.readline() for racer in racers]
-    for racer in racers:
-        racer.kill()
-        racer.communicate()
-    assert said.count("held\n") == 1
-    holder = racers[said.index("held\n")]
-    assert sum(f"in use by process {holder.pid} on" in line for line in said) == 4, said
 
 
 def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
