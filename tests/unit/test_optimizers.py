@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import save_lm
 from sessions import (
+    experience_of,
     fresh_state,
     load_session,
     optimize,
@@ -155,6 +156,7 @@ def test_bf16_weights_move_as_their_fp32_copies_do(name, value_optimizer):
 def test_state_of_other_parameters_is_refused(tmp_path):
     cfg = small_config(tmp_path)
     with session_of(cfg) as session:
+        optimize(session, experience_of(session))
         (tmp_path / "saved").mkdir()
         save_session(session, tmp_path / "saved")
     cfg.model.num_layers_unfrozen = 1

@@ -1,7 +1,6 @@
 """Rows packed into one without padding: what the models say of them is what they say of padded
 rows."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +9,12 @@ from sessions import grads_of, prompt_and_response, rollout_of, session_of, smal
 
 from ppocli.config.schema import ModelConfig
 from ppocli.models.kernels import takes_packed
-from ppocli.models.layout import MULTIPLE, PACK_ABOVE, lay_out, packing_of_lengths, to_grid, to_pack
+from ppocli.models.layout import PACK_ABOVE, lay_out
 from ppocli.models.loading.language_model import load_lm
 
 LORA = {"type": "lora", "r": 4}
 CASES = {
-    "head": {}, "branch": {"value__kind": "branch", "value__num_layers_unfrozen": 1},
-    "model": {"value__kind": "model"},
-    "checkpointed": {"gradient_checkpointing": True},
+    "head": {}, "model": {"value__kind": "model"},
     "branch, checkpointed": {"value__kind": "branch", "value__num_layers_unfrozen": 1,
                              "gradient_checkpointing": True},
     "lora, checkpointed": {"peft": LORA, "gradient_checkpointing": True},
@@ -78,17 +75,6 @@ def test_logprobs_values_and_gradients_are_those_of_padded_rows(tmp_path, kind, 
         torch.testing.assert_close(gradients[name], theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_in_bf16_packed_rows_are_as_near_as_padded_ones(tmp_path):
-    found = []
-    for precision, pack in (("fp32", False), ("bf16", False), ("bf16", True)):
-        with session_of(small_config(tmp_path, hardware__precision=precision)) as session, \
-                torch.no_grad(), session.backend.autocast():
-            assert session.packs
-            found.append(session.policy(packed(pack=pack), temperature=1.0).logprobs)
-    exact, grid, flat = found
-    assert 0 < (flat - exact).abs().mean() < 1.5 * (grid - exact).abs().mean()
-
-
 def test_rows_that_hardly_differ_are_padded():
     # 3 of 80 positions are padding, and 1 of 80
     for lengths, packs in (((17, 20, 20, 20), True), ((20, 20, 19, 20), False)):
@@ -98,14 +84,6 @@ def test_rows_that_hardly_differ_are_padded():
         batch = packed(prompts, torch.ones_like(prompts).bool(), ids, mask)
         share = 1 - sum(lengths) / 80
         assert (share > PACK_ABOVE) == packs == (batch.packing is not None)
-
-
-def test_gradients_of_moving_rows_are_exact():
-    packing = packing_of_lengths(torch.tensor([2, 5, 1]))
-    heads = torch.randn(1, 2, MULTIPLE, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: to_grid(x, packing) ** 2, (heads,))
-    grid = torch.randn(3, 5, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: to_pack(x, packing) ** 2, (grid,))
 
 
 # Which models take them ---------------------------------------------------------------------------
@@ -142,13 +120,3 @@ def test_a_model_that_runs_on_from_token_to_token_is_found_out(tmp_path):
     assert not takes_packed(lm)
     handle.remove()
     assert takes_packed(lm)
-
-
-def test_a_batch_that_is_packed_moves_as_a_whole():
-    batch = packed()
-    states = torch.zeros(1, batch.tokens.shape[1], 8)
-    moved = replace(batch, frozen_states=states).to(torch.device("meta"))
-    tensors = [moved.tokens, moved.predictors, moved.targets, moved.positions, moved.frozen_states,
-               moved.packing.to_grid, moved.packing.pack_padding, moved.packing.ends]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert (moved.packing.rows, moved.packing.width) == (batch.packing.rows, batch.packing.width)

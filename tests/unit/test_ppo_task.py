@@ -12,7 +12,6 @@ import torch
 from sessions import (
     experience_of,
     hand_rollout,
-    rolled,
     rollout_of,
     session_of,
     set_keys,
@@ -80,23 +79,12 @@ def test_the_controller_is_fed_that_sum():
     cfg = replace(cfg, ppo=replace(cfg.ppo, kl_controller="adaptive", target=0.5, horizon=4))
     state = PPOState(kl_coef=0.2, init_kl_coef=0.2)
     assert next_kl_coef(state, two_responses(), cfg) == pytest.approx(0.2 * 1.05)
+    # a KL below zero by rounding alone counts as 0; one that is really below moves nothing
+    for off, coef in ((5e-6, 0.2 * 0.9), (1e-3, 0.2)):
+        below = replace(two_responses(), ref_logprobs=two_responses().logprobs + off)
+        assert next_kl_coef(state, below, cfg) == pytest.approx(coef)
     fixed = replace(cfg, ppo=replace(cfg.ppo, kl_controller="fixed"))
     assert next_kl_coef(state, two_responses(), fixed) == 0.2
-
-
-def test_the_coefficient_does_not_follow_the_sign_of_rounding(tmp_path):
-    """Before the first update the KL is 0: far below the target. A KL that is really below zero
-    moves nothing."""
-    cfg = small_config(tmp_path, ppo__kl_controller="adaptive", ppo__horizon=16,
-                       ppo__init_kl_coef=0.2)
-    found = [rolled(cfg)]
-    state = PPOState(kl_coef=0.2, init_kl_coef=0.2)
-    # as large as rounding gets
-    for error in (1e-6, 9e-6, -9e-6):
-        found.append(replace(found[0], ref_logprobs=found[0].logprobs - error))
-    assert [next_kl_coef(state, rollout, cfg) for rollout in found] == [0.2 * 0.8] * 4
-    below = replace(found[0], ref_logprobs=found[0].logprobs + 2e-5)
-    assert next_kl_coef(state, below, cfg) == 0.2
 
 
 def test_whitened_advantages_have_no_mean():
@@ -301,7 +289,6 @@ EVALUATED = {"eval_before": {"reward_mean": 0.5, "metrics/truth": 0.8}, "eval_st
 @pytest.mark.parametrize(("row", "state", "said", "steps"), [
     ({"rollout/response_tokens_mean": 3.0}, {}, "Responses have 3.0 tokens in the mean, less", 3),
     ({"val/ratio": 1.2}, {}, r"is off 1 by more than 0.1 for 3 steps \(1.20\)", 3),
-    ({"val/ratio": 1.05}, {}, None, 12),
     ({"val/var_explained": -0.01}, {}, "explains less than the mean would for 10 steps", 10),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.7}},
      "reward rises while metrics/truth falls", 3),

@@ -14,15 +14,12 @@ from sessions import (
     experience_of,
     grads_of,
     session_of,
-    set_keys,
     small_config,
 )
 from test_sft_task import ROWS, own_loss
 
-from ppocli.errors import PpocliError
 from ppocli.ppo.ppo_task import PPOTask, with_examples
 from ppocli.ppo.step import plan_updates
-from ppocli.supervised.supervised_task import read_mixed_in
 from ppocli.training.task import Plan
 
 COEF = 0.7
@@ -132,16 +129,3 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
         off = plan_of(session, experience)
         assert off.atoms.extras.examples is None
         assert all(group.kinds is None for group in off.groups)
-
-
-@pytest.mark.parametrize(("keys", "told"), [
-    ({"train_on": "assistant"}, "where: ppo.ptx.data.train_on=assistant\n"
-                                "  fix:   ppo.ptx.data.train_on=auto"),
-    ({"path": "data.path.jsonl"}, "ppo.ptx.data.path=data.path.jsonl")])
-def test_what_is_wrong_with_the_data_is_told_by_its_key(tmp_path, keys, told):
-    cfg = mixed(tmp_path)
-    set_keys(cfg, {f"ppo.ptx.data.{name}": value for name, value in keys.items()})
-    with session_of(mixed(tmp_path)) as session, pytest.raises(PpocliError) as error:
-        read_mixed_in(cfg, session.tokenizer, session.loaded.lm)
-    assert told in str(error.value)
-    assert "ppo.ptx.ppo" not in str(error.value)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import CHATML, words
 from helpers import save_lm
 from sessions import (
     backward,
@@ -150,34 +149,6 @@ def test_what_it_saves_scores_as_it_did_for_transformers_and_for_the_reward(
     assert not (folder / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("bos", [True, False])
-def test_conversations_score_as_in_training_with_one_token_in_front_or_none(tmp_path, bos):
-    """As PPO hands them over: the template has written the token that the tokenizer adds, or leaves
-    it out."""
-    save_lm(tmp_path / "gpt2-True", "gpt2")
-    tokenizer = words(front=True, chat=CHATML if bos else CHATML.replace("{{ bos_token }}", ""))
-    tokenizer.save_pretrained(tmp_path / "gpt2-True")
-    asked = [{"role": "user", "content": "the film"}]
-    said = "was very good", "is bad"
-    pair = {"prompt": asked} | {
-        name: [{"role": "assistant", "content": text}]
-        for name, text in zip(("chosen", "rejected"), said, strict=True)}
-    with task_of(tmp_path, pairs=[pair], val=[pair], reward_model__mini_batch_size=1) as task:
-        train(task, 2)
-        scores = task.measured(task.train, StopFlag())
-        folder = saved(task, tmp_path / "rm")
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert prompt.startswith("<s>") == bos
-    texts = [f"{prompt} {text}" for text in said]
-    found = RewardModel(str(folder))(texts, [prompt] * 2, list(said))
-    assert found == pytest.approx(scores[0].tolist(), abs=1e-5)
-    chats = [[*asked, *pair[name]] for name in ("chosen", "rejected")]
-    found = RewardModel(str(folder))(["it"] * 2, ["it"] * 2, list(said), chats)  # another template
-    assert found == pytest.approx(scores[0].tolist(), abs=1e-5)
-    recorded = json.loads((folder / "tokenizer_config.json").read_text())
-    assert recorded["trained_with_chat_template"] is True
-
-
 def test_a_reward_model_keeps_its_head_and_a_new_one_comes_of_the_seed(tmp_path):
     heads = []
     for seed in (0, 1):
@@ -191,16 +162,6 @@ def test_a_reward_model_keeps_its_head_and_a_new_one_comes_of_the_seed(tmp_path)
         folder, own = saved(task, tmp_path / "rm"), task.saved.lm.score.weight.detach().clone()
     with task_of(tmp_path, model__path=str(folder), seed=5) as task:
         assert torch.equal(task.saved.lm.score.weight, own)
-
-
-def test_lower_layers_stay_and_the_head_trains(tmp_path):
-    with task_of(tmp_path, model__num_layers_unfrozen=1, model__gradient_checkpointing=True,
-                 hardware__precision="bf16") as task:
-        before = {n: p.detach().clone() for n, p in task.saved.lm.named_parameters()}
-        train(task, 1)
-        moved = {n for n, p in task.saved.lm.named_parameters() if not torch.equal(p, before[n])}
-    assert "score.weight" in moved
-    assert not any(".h.0." in name or "wte" in name for name in moved)
 
 
 @pytest.fixture

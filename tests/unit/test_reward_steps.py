@@ -13,7 +13,7 @@ from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
 from ppocli.ppo.policy_samples import in_steps
 from ppocli.rewards.reward_records import RewardRequest, ends_of_steps, step_texts
-from ppocli.rewards.scoring import build_metric, build_reward
+from ppocli.rewards.scoring import build_reward
 from ppocli.sampling.samples import SamplingSpec, decode_responses, places_of_ends
 
 SEPARATED = [
@@ -116,18 +116,6 @@ def test_rewards_of_steps_samples_and_tokens_are_summed_on_tokens(tmp_path, monk
     assert found.parts == {"each": [3.0, 0.0], "whole": [3.0, None], "tokens": [3.0, 0.5]}
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    ([[1.0, 2.0], []], ("a list of 2 numbers, but the response has 3 steps, for sample 0: 'qx = 1",
-                        "user_score", "as many as it has steps")),
-    ([[1.0, 2.0, None], []], ("a list with a None or NaN in it for sample 0",))])
-def test_wrong_scores_name_function_sample_and_counts(answer, words):
-    def user_score(steps):
-        return answer
-
-    with refused(RewardError, *words):
-        scored(user_score)
-
-
 def test_a_function_says_what_steps_are(tmp_path, monkeypatch):
     (tmp_path / "cut.py").write_text(
         "def texts(responses):\n    return [[x[:3], x[3:7]] if x else [] for x in responses]\n\n\n"
@@ -167,22 +155,3 @@ def test_steps_are_refused_where_nothing_says_what_they_are():
                  "reward.step_separator or reward.step_fn"):
         build_reward(RewardConfig(), reward_fn=score).check_columns([])
     build_reward(LINES, reward_fn=score).check_columns([])
-    # a column of that name is one as ever
-    asked = replace(request(), columns={"steps": [[7], [7, 7]]})
-    reward = build_reward(RewardConfig(), reward_fn=score)
-    reward.check_columns(["steps"])
-    found = reward.score(asked)
-    assert found.scores == [1.0, 2.0]
-    assert found.dense is None
-
-
-def test_metrics_and_functions_of_other_libraries_get_steps_too():
-    def verl(solution_str, ground_truth, steps):
-        return [float(len(step)) for step in steps]
-
-    reward = build_reward(LINES, reward_fn=verl)
-    asked = replace(request(), columns={"ground_truth": ["", ""]})
-    assert reward.score(in_steps(reward, asked)).dense == [[0, 0, 6, 3, 1, 0], [0]]
-    metric = build_metric(LINES, lambda steps: {"steps": [len(one) for one in steps]})
-    metric.check_columns([])
-    assert metric.compute(in_steps(reward, request())) == {"steps": [3.0, 0.0]}

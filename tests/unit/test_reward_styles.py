@@ -10,21 +10,16 @@ from typing import Any
 import pytest
 import torch
 from data_tokenizers import CHATML, utf8_bytes, words
-from helpers import jsonl, refused, save_talker, serving_reward
-from runs import signed_again
+from helpers import jsonl, refused, serving_reward
 from runs import words as run_words
 
 from ppocli.config import config_yaml
-from ppocli.config.command_words import read_words
-from ppocli.config.compose import check, compose
 from ppocli.config.schema import ModelConfig, PromptsConfig, RewardConfig
 from ppocli.data.prompt_set import load_prompts
 from ppocli.errors import RewardError
-from ppocli.launch.open_run_folder import open_folder
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward, with_styles
-from ppocli.runs.episode import Episode, Turn
 
 EXAMPLES = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
 
@@ -79,9 +74,6 @@ def test_dense_numbers_go_where_the_text_of_their_token_ends():
     front = words(front=True)
     asked = request(front, ["the film"])
     assert reward.score(asked).dense == [[1 + 2, 3, 4]]
-    # of our own tokens' length they are taken as they are
-    reward = build_reward(RewardConfig(style="trlx"), reward_fn=lambda outputs: [[5, 6, 7]])
-    assert reward.score(asked).dense == [[5, 6, 7]]
 
 
 def test_trlx_dense_example(tokenizer):
@@ -175,9 +167,6 @@ def test_verl_examples(tokenizer, caplog):
     # ground_truth may be a column of its own, and awaited functions run together
     plain = replace(asked, columns={"ground_truth": ["72", "so"], "data_source": ["x", "x"]})
     assert build_reward(RewardConfig(fn=example("awaited_score"))).score(plain).scores == [1.0, 0.0]
-    # constants come from reward.kwargs, as from verl's reward_kwargs
-    cfg = RewardConfig(fn=example("my_reward_fn"), kwargs={"data_source": "mine", "per": 10})
-    assert build_reward(cfg).score(plain).scores == [1.0, 0.5]
     with refused(RewardError, "needs an argument 'data_source'", "reward.kwargs.data_source=..."):
         build_reward(RewardConfig(fn=example("compute_score"))).check_columns(["ground_truth"])
 
@@ -199,24 +188,9 @@ def test_openrlhf_example(tokenizer):
         replace(asked, columns={})).scores == [1.0, 2.0]
 
 
-def test_of_an_episode_the_whole_transcript_is_scored(tokenizer):
-    """Its ids are those that the policy said: numbers of the transcript's tokens have no place."""
-    turns = (Turn(" good", 2, observation=" a film"), Turn(" bad", 2))
-    said = [Episode("", turns, "done")]
-    asked = replace(request(tokenizer, [said[0].transcript]), episodes=said,
-                    response_ids=[tokenizer(" good bad", add_special_tokens=False)["input_ids"]])
-    seen: list[str] = []
-    build_reward(RewardConfig(style="openrlhf"), reward_fn=lambda queries: (
-        seen.extend(queries) or [1.0])).score(asked)
-    assert seen == ["The film good a film bad"]
-
-
-@pytest.mark.parametrize("name", ["dense_reward_fn", "logging_reward", "compute_score"])
-def test_a_server_calls_them_alike(name, tokenizer):
-    columns = {"compute_score": VERL, "logging_reward": {"ground_truth": ["1", "2"]}}.get(name, {})
-    asked = request(tokenizer, [" #### 72", " so"], [True, False], progress=(2, 5, 0.5),
-                    columns=columns)
-    cfg = RewardConfig(fn=example(name))
+def test_a_server_calls_them_alike(tokenizer):
+    asked = request(tokenizer, ["so #### 72", "so 72"], columns=VERL, progress=(2, 5, 0.5))
+    cfg = RewardConfig(fn=example("compute_score"))
     here = build_reward(cfg).score(asked)
     with serving_reward(build_reward(cfg), tokenizer=tokenizer) as address:
         there = build_reward(RewardConfig(fn="http", kwargs={
@@ -246,9 +220,7 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     assert all("logged/accuracy" in row and "eval/logged/accuracy" in row for row in rows[1:])
     samples = jsonl(folder / "samples.jsonl")
     assert all(row["extra"]["golden"] == "good" for row in samples)
-    steps = {row["extra"]["at"] for row in samples if row["kind"] == "rollout"}
-    assert steps == {"0/2", "1/2"}
-    assert {row["extra"]["at"] for row in samples if row["kind"] == "eval"} == {"0/2", "1/2", "2/2"}
+    assert {row["extra"]["at"] for row in samples if row["kind"] == "rollout"} == {"0/2", "1/2"}
     # what a run has found for a function stays; what is found for another is its own
     again = command("resume=runs/mixed", "ppo.num_steps=3", "reward.fns.ours.fn=rewards.py:plain",
                     "reward.fns.log.fn=elsewhere.py:mixture", code=0)
@@ -259,34 +231,6 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     assert config_yaml.read_config(folder / "config.yaml").reward.style == "ppocli"
 
 
-def test_a_run_from_before_styles_is_called_as_it_was(world):
-    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    given = run_words("run_name=old", "reward.fn=elsewhere.py:ends")
-    config = config_yaml.with_absolute_paths(compose(read_words(given)).config)
-    path = world / "runs/old/config.yaml"
-    path.parent.mkdir(parents=True)
-    now = config_yaml.config_text(config)
-    path.write_text(now.replace("  style: auto\n", "", 1))
-    assert len(path.read_text()) < len(now)
-    (path.parent / "run.json").write_text('{"run_id": "0"}')
-    (path.parent / "metrics.jsonl").write_text('{"step": 0}\n')
-    signed_again(path.parent)
-    for more, style in ((["resume=runs/old"], "ppocli"),
-                        (["resume=runs/old", "reward.style=trlx"], "trlx")):
-        with open_folder(check(compose(read_words(more))), None, lambda _: None) as start:
-            assert start.config.reward.style == style
-
-
-def test_validate_shows_the_style(world, validate):
-    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    assert "reward elsewhere.py:dense_reward_fn (style trlx)" in validate(
-        *run_words("reward.fn=elsewhere.py:dense_reward_fn"), code=0).out
-
-
-@pytest.mark.slow
-def test_a_chat_is_trained_on_a_function_of_trls(world, command):
-    save_talker(world / "talker")
-    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    command(*run_words("model.path=./talker", "prompts.chat=true", "ppo.num_steps=1",
-                       "reward.fn=elsewhere.py:only_messages", "run_name=chat"), code=0)
-    assert config_yaml.read_config(world / "runs/chat/config.yaml").reward.style == "trl"
+def test_a_run_from_before_styles_is_called_as_it_was():
+    assert config_yaml.parsed("reward: {fn: 'elsewhere.py:ends'}\n").reward.style == "ppocli"
+    assert config_yaml.parsed("reward: {fn: 'x:y', style: auto}\n").reward.style == "auto"

@@ -19,8 +19,6 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from ppocli.config.schema import RewardConfig
@@ -168,25 +166,6 @@ def test_long_texts_are_cut_and_said_once(tmp_path, caplog):
     end = raw_logits(folder, GPT2ForSequenceClassification, "bad " * 10 + "good film")
     assert score[0] == pytest.approx(end[0], abs=1e-5)
 
-    classifier = TextClassifier(str(bert(tmp_path / "c")), output="logit")
-    start = raw_logits(tmp_path / "c", DistilBertForSequenceClassification, "bad " * 10)
-    assert call(classifier, [long]) == pytest.approx([start[1]], abs=1e-5)
-    with pytest.raises(RewardError, match="max_length=13 is longer than"):
-        TextClassifier(str(tmp_path / "c"), max_length=13)
-
-
-def test_roberta_positions_start_late(tmp_path):
-    config = RobertaConfig(vocab_size=len(SPECIALS + WORDS), hidden_size=16, intermediate_size=32,
-                           num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=12,
-                           pad_token_id=0, bos_token_id=2, eos_token_id=3, num_labels=1,
-                           type_vocab_size=1)
-    folder = save(tmp_path / "m", spread(RobertaForSequenceClassification(config)),
-                  tokenizer_of("bert"))
-    scorer = RewardModel(str(folder))
-    assert scorer.max_length == 11
-    scores = call(scorer, ["bad " * 30, "good", "a film"])
-    assert scores[1] == pytest.approx(
-        raw_logits(folder, RobertaForSequenceClassification, "good")[0], abs=1e-5)
 
 
 def test_samples_responses_and_pairs(tmp_path):
@@ -232,11 +211,6 @@ def test_an_untrained_head_is_refused(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_classifier_is_not_a_reward_model(tmp_path):
-    with pytest.raises(RewardError, match=r"has 2 outputs \(negative, POSITIVE\)"):
-        RewardModel(str(bert(tmp_path / "m")))
-
-
 def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
@@ -274,20 +248,6 @@ def test_missing_models(tmp_path, monkeypatch, offline):
             build_reward(RewardConfig(fns={"taste": {"fn": "reward_model",
                                                      "kwargs": {"model": model}}}))
         assert "reward.kwargs" not in str(caught.value)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="no weights in adapter"):
-        RewardModel("adapter")
-
-
-@pytest.mark.parametrize(("kwargs", "words"), [
-    ({"output": "probabilty"}, "Did you mean 'probability'?"),
-    ({"batch_size": 0}, "not a positive whole number"),
-    ({"device": "gpu"}, "failed: RuntimeError")])
-def test_wrong_arguments(tmp_path, kwargs, words):
-    folder = bert(tmp_path / "m")
-    with refused(RewardError, words):
-        build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
 
 
 def test_evaluations_under_other_weights_of_a_reward_model_are_not_comparable(tmp_path):

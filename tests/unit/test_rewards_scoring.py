@@ -33,7 +33,6 @@ BAD_RETURNS = {
     "nothing": (None, "returned None for 3 samples"),
     "scalar": (1.0, "returned 1.0 for 3 samples"),
     "generator": (lambda: (1.0 for _ in range(9)), "returned 9 values for 3 samples"),
-    "dict": ({"rewards": [1, 2, 3]}, "returned dict"),
     "text": ([1.0, "0.5", 1.0], "returned str '0.5' for sample 1: 'prompt1 response1'"),
     "inf": ([1.0, math.inf, 1.0], "returned inf, which is infinite in float32, for sample 1"),
     "over float32": ([1.0, 1.0, 1e300], "1e+300, which is infinite in float32, for sample 2"),
@@ -160,22 +159,3 @@ def metric_of(value: object) -> dict[str, list[float]]:
 def test_metrics_are_converted():
     value = {"a": [1, True, 2], "b": torch.tensor([1.0, 2.0, 3.0]), "c": range(3)}
     assert metric_of(value) == {"a": [1.0, 1.0, 2.0], "b": [1.0, 2.0, 3.0], "c": [0.0, 1.0, 2.0]}
-
-
-@pytest.mark.parametrize(("value", "words"), [
-    ([1.0, 2.0, 3.0], "not a dict of lists"),
-    ({"a": 1.0}, "returned 1.0 for 3 samples as metric 'a'"),
-    ({"a": [1.0, math.nan, 1.0]}, "nan as metric 'a' for sample 1"),
-])
-def test_bad_metrics(value, words):
-    with refused(RewardError, words, "user_metric"):
-        metric_of(value)
-
-
-def test_no_samples_no_call():
-    def never(outputs):
-        raise AssertionError
-
-    assert build_reward(RewardConfig(), reward_fn=never).score(request_of(0)).scores == []
-    metric = build_metric(RewardConfig(), never)
-    assert metric.compute(request_of(0)) == {}

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError
@@ -46,13 +46,6 @@ def test_a_served_reward_scores_the_steps_that_it_is_told():
     with serving(score) as url:
         found = build_reward(RewardConfig(fn="http", kwargs={"url": f"{url}/score"})).score(samples)
         assert found.dense == [[3.0, 0.0, 6.0], [0.0, 9.0, 0.0]]
-        plain = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1, 2]]}
-        for more, status, told in (({}, 422, "takes the steps of responses"),
-                                   ({"steps": [["r"]]}, 400, "'steps' must come with 'step_ends'"),
-                                   ({"steps": [["r"]], "step_ends": [[0, 1]]}, 400, "'steps'")):
-            found = post(f"{url}/score", json.dumps({**plain, **more}).encode())
-            assert found[0] == status
-            assert told in found[1]["error"]
 
 
 def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -73,13 +66,6 @@ def test_scores_a_token_and_missing_ones_arrive():
         found = asked(f"{address}/score", 3, on_invalid="skip")
     assert found.valid == [False, True, True]
     assert found.dense == [[0.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
-
-
-def test_several_rewards_are_served_together_and_apart():
-    with serving({"one": lambda responses: [1.0] * len(responses),
-                  "two": lambda wanted: [float(x) for x in wanted]}) as address:
-        scores = {path: asked(f"{address}/score{path}", 3).scores for path in ("", "/one", "/two")}
-    assert scores == {"": [1.0, 2.0, 3.0], "/one": [1.0] * 3, "/two": [0.0, 1.0, 2.0]}
 
 
 SAMPLE = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1]]}
@@ -114,16 +100,6 @@ def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
         assert (said_so["status"], said_so["requests"], said_so["samples"]) == ("ok", 1, 1)
 
 
-def test_a_reward_that_leaves_does_not_take_the_server_with_it():
-    def leaves(responses):
-        raise SystemExit(0)
-
-    with serving(leaves) as address:
-        for _ in range(2):
-            code, answer = post(f"{address}/score", json.dumps(SAMPLE).encode())
-            assert (code, "raised SystemExit: 0" in answer["error"]) == (500, True)
-
-
 def test_the_token_is_asked_for():
     body = json.dumps({**SAMPLE, "columns": {"wanted": [1]}}).encode()
     with serving(divide, token="abc") as address:
@@ -144,25 +120,6 @@ def ones(responses):
     return [1.0] * len(responses)
 
 
-def status_of(connection: socket.socket) -> int:
-    with connection.makefile("rb") as answer:
-        return int(answer.readline().split()[1])
-
-
-def test_a_body_that_comes_byte_by_byte_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(serving_module, "IDLE", 0.3)
-    monkeypatch.setattr(serving_module, "SLOWEST", 10**6)
-    head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 9000\r\n\r\n{"
-    with serving(ones) as address, opened(address, head) as slow, suppress(ConnectionError):
-        slow.settimeout(0.05)
-        for _ in range(200):
-            slow.sendall(b"x")
-            with suppress(TimeoutError):
-                assert b"408" in slow.recv(2**16)
-                return
-        pytest.fail("it was waited for")
-
-
 def test_requests_beyond_those_that_may_wait_are_refused(monkeypatch):
     monkeypatch.setattr(serving_module, "MOST_WAITING", 1)
     head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 10000\r\n\r\n{"
@@ -173,12 +130,6 @@ def test_requests_beyond_those_that_may_wait_are_refused(monkeypatch):
                 assert time.monotonic() < deadline  # the other one may come later
         while post(f"{address}/score", json.dumps(SAMPLE).encode())[0] != 200:
             assert time.monotonic() < deadline
-
-
-def test_a_length_that_is_no_number_of_bytes_is_too_large():
-    head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
-    with serving(ones) as address, opened(address, head) as connection:
-        assert status_of(connection) in (400, 413)
 
 
 @pytest.mark.parametrize("thread_safe", [False, True])

@@ -22,15 +22,6 @@ def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
     assert lines[3:] == [b""]
 
 
-def test_a_row_that_is_no_json_writes_nothing(tmp_path: Path):
-    with JsonlWriter(tmp_path / "m") as writer:
-        writer.append([{"a": 1}])
-        with pytest.raises(TypeError):
-            writer.append([{"b": 2}, {"c": object()}])
-        writer.append([{"d": 3}])
-    assert (tmp_path / "m").read_text() == '{"a": 1}\n{"d": 3}\n'
-
-
 @pytest.mark.parametrize("torn", [b'{"step": 2, "te', b"x" * 200_000])
 def test_opening_cuts_a_torn_line(tmp_path: Path, torn: bytes):
     path, whole = tmp_path / "m", b'{"step": 1}\n'

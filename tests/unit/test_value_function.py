@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import DECODERS, SPECIAL, WORDS, model_config, save_lm
+from helpers import DECODERS, SPECIAL, WORDS, save_lm
 from sessions import (
     count_letters,
     experience_of,
@@ -17,11 +17,12 @@ from sessions import (
     wake_the_value_head,
     weights_of,
 )
-from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
+from transformers import BertConfig, BertModel
 
 from ppocli.errors import InputError
 from ppocli.models.layout import lay_out
-from ppocli.models.policy import ScoreHead, ValueBranch, ValueModel
+from ppocli.models.policy import ValueBranch, ValueModel
+from ppocli.models.trunk import layer_stack
 
 pytestmark = pytest.mark.long
 
@@ -83,25 +84,12 @@ def test_critic_warm_up_trains_the_critic_and_nothing_else(tmp_path, critic):
     assert later.values.abs().max() > 1e-3
 
 
-def test_values_start_as_the_scores_of_a_reward_model(tmp_path):
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        scorer = AutoModelForSequenceClassification.from_config(
-            model_config("llama", num_labels=1)).eval()
-    scorer.save_pretrained(tmp_path / "rm")
-    cfg = with_critic(tmp_path, "model", model__value__path=str(tmp_path / "rm"))
+def test_only_the_top_of_a_value_model_trains_if_wanted(tmp_path):
+    cfg = with_critic(tmp_path, "model", model__value__num_layers_unfrozen=1)
     with session_of(cfg, reward=count_letters) as session:
-        assert isinstance(session.policy.value_head, ScoreHead)
-        rollout = rollout_of(session)
-        i = int(rollout.response_mask.sum(1).argmax())
-        ids = torch.cat([rollout.prompts.tokens[i][rollout.prompts.mask[i]],
-                         rollout.response_tokens[i][rollout.response_mask[i]]])
-        with torch.no_grad():
-            states = scorer.base_model(input_ids=ids[None]).last_hidden_state[0]
-            wanted = scorer.score(states).squeeze(-1)
-    prompt = int(rollout.prompts.mask[i].sum())
-    got = rollout.values[i][rollout.response_mask[i]]
-    torch.testing.assert_close(got, wanted[prompt - 1:-1], rtol=0, atol=1e-5)
+        stack = layer_stack(session.policy.value_trunk.lm)
+        assert [any(p.requires_grad for p in layer.parameters()) for layer in stack] == [
+            False, True]
 
 
 def other_words(folder):
@@ -134,14 +122,6 @@ def test_what_does_not_fit_the_policy_is_refused_before_the_first_pass(
     keys = {"reference": {"ppo__kl_estimator": "full"}, "value": CRITICS["model"]}[role]
     cfg = small_config(tmp_path, **keys, **{f"model__{role}__path": str(tmp_path / name)})
     assert refused_session(cfg, InputError, message).where == f"model.{role}.path"
-
-
-def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):
-    cfg = with_critic(tmp_path, "model", "t5")
-    with session_of(cfg, reward=count_letters) as session:
-        wake_the_value_head(session)
-        values = rollout_of(session).values[:, 0]
-    assert len({round(v, 5) for v in values.tolist()}) > 2  # all decoders start alike
 
 
 def test_a_branch_that_leaves_no_layer_below_it_is_refused(tmp_path):

@@ -22,10 +22,8 @@ from vllm_double import (
     serving,
 )
 
-from ppocli.config.schema import RolloutConfig
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts
-from ppocli.sampling.vllm.server import Server
 from ppocli.sampling.vllm.server_process import server_command
 
 GENERATE = "/inference/v1/generate"
@@ -146,11 +144,6 @@ def test_two_servers_share_the_rows(tmp_path):
         disturb(session)
         drawn(session)
         assert engines[1].version == engines[0].version
-
-
-def test_a_token_that_is_not_there_is_named():
-    with refused(SamplerError, "no variable VLLM_TOKEN", "rollout.token_env"):
-        Server("http://localhost", RolloutConfig(token_env="VLLM_TOKEN"))
 
 
 def test_an_address_with_a_password_is_refused_and_not_shown():

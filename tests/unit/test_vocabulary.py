@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import WORDS, make_lm, make_tokenizer, ppocli, refused, save_lm, write_prompts
+from helpers import WORDS, make_tokenizer, refused, save_lm
 from sessions import (
-    data_task_of,
     experience_of,
     gradients,
-    planned,
-    record_on_cpu,
     refused_session,
     rollout_of,
     session_of,
@@ -24,11 +21,10 @@ from vllm_double import answering, drawn, engine_of, one_server, ours
 
 from ppocli.config.schema import RolloutConfig
 from ppocli.errors import ConfigError, InputError, SamplerError
-from ppocli.models.head import Vocabulary, vocabulary_of
+from ppocli.models.head import Vocabulary
 from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.ppo import caller_samples
 from ppocli.sampling.vllm.server import Server
-from ppocli.training.task import UpdateGroup
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
 ROWS, IDS = 45, len(make_tokenizer())
@@ -91,18 +87,6 @@ def test_ids_without_a_token_are_never_sampled_and_probabilities_are_of_the_othe
                                            atol=3e-5)
 
 
-def test_tokens_that_are_fed_as_recorded_are_the_same(tmp_path, monkeypatch):
-    save_padded(tmp_path / "lm", "llama", GAPS)
-    with session_of(small_config(tmp_path)) as session:
-        wanted = rollout_of(session)
-    work = record_on_cpu(monkeypatch)
-    with session_of(small_config(tmp_path)) as session:
-        result = rollout_of(session)
-    assert work
-    assert result.sequences.action_tokens.tolist() == wanted.sequences.action_tokens.tolist()
-    torch.testing.assert_close(result.logprobs, wanted.logprobs, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(("gaps", "kl"), [((), "k1"), (GAPS, "full")])
 def test_rows_without_a_token_have_no_gradient(tmp_path, gaps, kl):
     """With entropy, and a KL in the loss; the output embedding is one of its own."""
@@ -144,22 +128,6 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path):
     refused_session(small_config(tmp_path), InputError, f"ids up to {ROWS}", f"only {ROWS}")
 
 
-def test_supervised_losses_are_of_all_rows_as_everybody_s(tmp_path):
-    save_padded(tmp_path / "lm")
-    rows = [{"prompt": "the film", "completion": " was good"}]
-    with data_task_of(tmp_path / "lm", rows, rows, {"task.fn": "sft"}) as task:
-        _, plan = planned(task)
-        group = plan.groups[0]
-        assert isinstance(group, UpdateGroup)
-        result = task.loss(plan.atoms, group.rows, group.weights, group).total
-        ids = torch.from_numpy(task.train.tokens[0]).long()
-        labels = ids.masked_fill(~torch.from_numpy(task.train.trained[0]), -100)
-        lm = AutoModelForCausalLM.from_pretrained(tmp_path / "lm").eval()
-        expected = lm(input_ids=ids[None], labels=labels[None]).loss
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-        assert vocabulary_of(task.loaded.lm).absent == absent(())
-
-
 def test_servers_sample_the_same_distribution(tmp_path):
     save_padded(tmp_path / "lm", "llama", tie_word_embeddings=False)
     engine = engine_of(tmp_path)
@@ -196,21 +164,3 @@ def test_what_names_ids_without_a_token_is_refused(tmp_path):
     cfg = small_config(tmp_path, rollout__engine=f"{OUTSIDE / 'slow_sampler.py'}:Whole")
     with session_of(cfg) as session, refused(ConfigError, "Whole sampled id", "no token"):
         rollout_of(session)
-
-
-@pytest.mark.slow
-def test_a_run_says_so_and_trains(tmp_path):
-    """Rows without a token that would be sampled nearly always."""
-    lm = make_lm("llama", vocab_size=128, tie_word_embeddings=False)
-    with torch.no_grad():
-        lm.lm_head.weight[IDS:] *= 8
-    lm.save_pretrained(tmp_path / "big")
-    make_tokenizer().save_pretrained(tmp_path / "big")
-    write_prompts(tmp_path / "p.jsonl")
-    done = ppocli("train", "model.path=big", "prompts.path=p.jsonl", "reward.fn=length",
-                  "reward.kwargs.target=5", "ppo.total_episodes=64", "ppo.num_rollouts=32",
-                  "ppo.mini_batch_size=16", "generation.max_new_tokens=8", "hardware.device=cpu",
-                  "run_name=a", cwd=tmp_path, code=0)
-    assert done.stdout.count("128 output rows and its tokenizer 37 ids: the other 91") == 1
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/a/model")
-    assert after.lm_head.weight.shape[0] == 128
