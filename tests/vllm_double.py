@@ -185,15 +185,16 @@ def one_server(folder: Path, spoil: Any = lambda *_: None, engine: Engine | None
 
 
 @contextmanager
-def answering(status: int, reply: Any, seconds: float = 0.0) -> Iterator[Server]:
-    """A server that answers everything alike, after some seconds."""
+def answering(status: int, reply: Any, seconds: float = 0.0) -> Iterator[
+        tuple[Server, list[dict[str, Any]]]]:
+    """A server that answers everything alike, after some seconds; and what it is asked."""
     def spoil(path: str, number: int, body: dict[str, Any]) -> tuple[int, Any]:
         time.sleep(seconds)
         return status, reply
 
     nothing: Any = SimpleNamespace(asked=Counter(), bodies=[], headers=[])
     with serving(nothing, spoil) as url:
-        yield Server(url, RolloutConfig(timeout=0.5))
+        yield Server(url, RolloutConfig(timeout=0.5)), nothing.bodies
 
 
 def dying(after: int) -> Spoilt:

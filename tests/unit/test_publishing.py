@@ -19,15 +19,6 @@ def write_model(text: str):
     return write
 
 
-def test_publish_and_replace(tmp_path: Path):
-    target = tmp_path / "run" / "model"
-    publish_folder(write_model("one"), target)
-    assert tree(target) == {"config.json": b"one", "sub/a.txt": b"one"}
-    publish_folder(write_model("two"), target)
-    assert tree(target) == {"config.json": b"two", "sub/a.txt": b"two"}
-    assert [p.name for p in target.parent.iterdir()] == ["model"]
-
-
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_weights_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int, mode: int):
     """Safetensors makes its files private."""

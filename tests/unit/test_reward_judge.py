@@ -3,10 +3,8 @@
 import json
 from contextlib import contextmanager
 
-import pytest
 from test_rewards_remote import answering
 
-from ppocli.errors import RewardError
 from ppocli.rewards.judge import Judge
 from ppocli.rewards.reward_records import RewardRequest
 
@@ -65,11 +63,3 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.setattr("ppocli.rewards.remote.FIRST_PAUSE", 0.01)
     with judging(tmp_path, {"hi": ["Score: 3"]}, failures=2) as (judge_of, _):
         assert judge_of()(request_of("hi")) == [3.0]
-
-
-@pytest.mark.parametrize(("kwargs", "key"), [
-    ({"low": 3, "high": 3}, "high"), ({"template": "{prompt}"}, "template")])
-def test_arguments_that_make_no_sense(kwargs, key):
-    with pytest.raises(RewardError) as caught:
-        Judge("http://127.0.0.1:9/v1", "m", RUBRIC, **kwargs)
-    assert caught.value.where == f"reward.kwargs.{key}"

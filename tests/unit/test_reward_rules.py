@@ -63,11 +63,9 @@ def test_answer():
 @pytest.mark.parametrize(("name", "kwargs", "words"), [
     ("length", {}, "reward.kwargs.target=..."),
     ("length", {"target": 0}, "target=0 is not a number above 0"),
-    ("keyword", {"words": ["a"], "pattern": "a"}, "either words or a pattern"),
     ("keyword", {"pattern": "("}, "a regular expression (missing )"),
     ("word_list", {"positive": ["a"], "negative": ["A"]}, "isn't in positive too"),
     ("step_word_list", {"negative": ["not bad"]}, "negative='not bad' is not a single word"),
-    ("word_list", {"positve": ["a"]}, "Did you mean 'positive'?"),
 ])
 def test_wrong_arguments_of_rules(name, kwargs, words):
     with refused(RewardError, words):

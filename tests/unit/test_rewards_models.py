@@ -1,6 +1,5 @@
 """The built-in classifier and reward model on tiny real models."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,7 +166,6 @@ def test_long_texts_are_cut_and_said_once(tmp_path, caplog):
     assert score[0] == pytest.approx(end[0], abs=1e-5)
 
 
-
 def test_samples_responses_and_pairs(tmp_path):
     folder = bert(tmp_path / "m")
     prompts, responses = ["the film was ", "so "], ["good", "very dull"]
@@ -211,17 +209,9 @@ def test_an_untrained_head_is_refused(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize(("damage", "words"), [
-    (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds a JSON list"),
     (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "No tokenizer in"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
-    (lose_a_shard, "model-00001-of-00002.safetensors is missing")])
+    (lambda folder: (folder / "model.safetensors").unlink(), "no weights in")])
 def test_broken_folders_name_the_file(tmp_path, damage, words):
     folder = bert(tmp_path / "m")
     damage(folder)

@@ -69,14 +69,6 @@ def test_good_returns_are_converted(value):
     assert result.valid == [True] * 3
 
 
-def test_dense_forms():
-    expected = [[0.5, 1.0]] * 3
-    for value in (torch.tensor(expected), np.array(expected), [tuple(row) for row in expected]):
-        result = scores_of(value)
-        assert result.dense == expected
-        assert result.scores == [1.5] * 3
-
-
 def test_skip_drops_none_and_nan():
     result = scores_of([1.0, None, math.nan], RewardConfig(on_invalid="skip"))
     assert result.scores == [1.0, 0.0, 0.0]

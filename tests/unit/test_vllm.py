@@ -108,18 +108,18 @@ def response(**over: Any) -> dict[str, Any]:
     (401, {"error": {"message": None}}, ["answered 401", "rollout.token_env"]),
     (404, {"detail": "Not Found"}, ["404", "vLLM 0.32"])])
 def test_a_server_that_is_not_right_is_one_clear_error(status, reply, words):
-    with answering(status, reply) as server, refused(SamplerError, "rollout.urls", *words):
+    with answering(status, reply) as (server, _), refused(SamplerError, "rollout.urls", *words):
         server.generate([4], {"max_tokens": 8})
 
 
 def test_a_server_of_another_model_and_one_that_is_too_slow_are_named():
-    with answering(200, {"data": [{"id": "other", "max_model_len": 64}]}) as server, refused(
+    with answering(200, {"data": [{"id": "other", "max_model_len": 64}]}) as (server, _), refused(
             SamplerError, "serves other (up to 64 tokens)", "this run's is mine", "vllm-command"):
         server.check("mine", 64)
-    with answering(200, {"success": False}) as server, refused(
+    with answering(200, {"success": False}) as (server, _), refused(
             SamplerError, "forget its prefix cache"):
         server.load(lambda: None, "x")
-    with answering(200, response(), seconds=1.0) as server, refused(
+    with answering(200, response(), 1.0) as (server, _), refused(
             SamplerError, "did not answer within 0.5 s"):
         server.generate([4], {"max_tokens": 8})
 

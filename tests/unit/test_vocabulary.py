@@ -17,7 +17,7 @@ from sessions import (
     small_config,
 )
 from transformers import AutoModelForCausalLM
-from vllm_double import answering, drawn, engine_of, one_server, ours
+from vllm_double import answering
 
 from ppocli.config.schema import RolloutConfig
 from ppocli.errors import ConfigError, InputError, SamplerError
@@ -128,27 +128,14 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path):
     refused_session(small_config(tmp_path), InputError, f"ids up to {ROWS}", f"only {ROWS}")
 
 
-def test_servers_sample_the_same_distribution(tmp_path):
-    save_padded(tmp_path / "lm", "llama", tie_word_embeddings=False)
-    engine = engine_of(tmp_path)
-    with torch.no_grad():  # which they would sample all the time
-        engine.head[IDS:] *= 8
-    with one_server(tmp_path, engine=engine) as (session, _):
-        with torch.no_grad():
-            session.policy.lm.lm_head.weight[IDS:] *= 8
-        result, greedy = drawn(session), ours(session, do_sample=False)
-        assert drawn(session, do_sample=False).action_ids == greedy.action_ids
-        rollout = rollout_of(session)
-        assert max(map(max, result.action_ids)) < IDS
-        # their logprobs beside our own: ratios are of the same distribution
-        assert float((rollout.extras.sampler_logprobs - rollout.logprobs).abs().max()) < 1e-3
-
-
-def test_a_server_that_samples_ids_without_a_token_is_refused():
+def test_a_server_is_told_not_to_sample_ids_without_a_token_and_refused_if_it_does():
     reply = {"choices": [{"token_ids": [40], "finish_reason": "stop", "logprobs": {"content": [
         {"token_id": 40, "logprob": -1.0}]}, "weight_versions": [{"version": "x"}]}]}
-    with answering(200, reply) as server, refused(SamplerError, "can't have sampled"):
-        Server(server.url, RolloutConfig(), Vocabulary(ROWS, IDS)).generate([4], {"max_tokens": 8})
+    with answering(200, reply) as (plain, bodies):
+        server = Server(plain.url, RolloutConfig(), Vocabulary(ROWS, IDS))
+        with refused(SamplerError, "can't have sampled"):
+            server.generate([4], {"max_tokens": 8})
+    assert bodies[0]["sampling_params"]["logit_bias"] == {str(i): -1e9 for i in range(IDS, ROWS)}
 
 
 def test_what_names_ids_without_a_token_is_refused(tmp_path):
