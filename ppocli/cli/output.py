@@ -19,8 +19,9 @@ from ppocli.config.text import (
     printable,
     user_line,
 )
+from ppocli.distributed.ranks import StopFlag, StopRequested
 from ppocli.distributed.standard_output import put, reserve_stdout, result_stream
-from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
+from ppocli.distributed.stop import catch_signals
 from ppocli.errors import ConfigError, DiskError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
     null."""
     import json
 
-    from ppocli.runs.run_folder import finite_or_null
+    from ppocli.runs.run_logs import finite_or_null
 
     put(json.dumps(finite_or_null(value), indent=indent))
 

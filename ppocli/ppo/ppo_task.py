@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ppocli.config import schema, schema_training, tasks
-from ppocli.data.data_set import Examples
-from ppocli.data.prompt_set import prompt_indices
+from ppocli.data.data_set import Examples, prompt_indices
 from ppocli.models.loading.tokenizer import tokenizers_of
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.data.columns import joined, rows_of
+from ppocli.data.data_set import joined, rows_of
 from ppocli.models.layout import Sequences
 from ppocli.runs.episode import Episode
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ppocli.distributed import backend, launchers
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed import backend
+from ppocli.distributed.ranks import StopFlag, note_phase
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing
@@ -109,7 +109,7 @@ def run_training(run: Run) -> None:
     while run.state.episodes < length.total_samples:
         run.stop.meet()
         run.clock.mark("between")
-        launchers.note_phase(f"step {run.state.step + 1}, rollout")
+        note_phase(f"step {run.state.step + 1}, rollout")
         run.display.board.enter("rollout")
         learn(run, task.collect(run.state, context_of(task, run.state.step, run.stop, run.clock)))
         finish_step(run)
@@ -136,7 +136,7 @@ def learn(run: Run, batch: Any) -> None:
     plan = task.plan(state, batch)
     run.clock.mark("other")
     run.intact = False
-    launchers.note_phase(f"step {step}, optimize")
+    note_phase(f"step {step}, optimize")
     try:
         result = optimize(task, plan, state, run.stop, lambda done, total: run.display.board.enter(
             "optimize", f", update {done + 1}/{total}"))
@@ -226,7 +226,7 @@ def _due(every: int | None, step: int) -> bool:
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
     task, step = run.task, run.state.step
-    launchers.note_phase(f"evaluation after step {step}")
+    note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
     evaluation = task.evaluate(context_of(task, step, run.stop, run.clock))
     run.clock.mark("eval")
@@ -265,9 +265,9 @@ def save(run: Run) -> None:
     """
     task, state = run.task, run.state
     task.backend.ranks.first_does(lambda: check_place(run))
-    launchers.note_phase(f"saving step {state.step}")
+    note_phase(f"saving step {state.step}")
     run.display.board.enter("saving")
-    saved = run_folder.finite_or_null(state.to_json())
+    saved = run_logs.finite_or_null(state.to_json())
 
     def put(write: Callable[[Path], None]) -> None:
         checkpoints.save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,

@@ -23,7 +23,7 @@ from ppocli.config import tasks
 from ppocli.config.schema_training import SchedulerConfig
 from ppocli.distributed.backend import Backend, to_device
 from ppocli.distributed.deepspeed_internals import local_part
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.layout import in_groups, longest_first
 from ppocli.runs import faults

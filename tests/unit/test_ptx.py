@@ -21,7 +21,7 @@ from sessions import (
 )
 from test_sft_task import ROWS, own_loss
 
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import PpocliError
 from ppocli.ppo.ppo_task import PPOTask, with_examples
 from ppocli.ppo.step import plan_updates

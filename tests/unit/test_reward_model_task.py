@@ -24,7 +24,7 @@ from sessions import (
 )
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import InputError
 from ppocli.models.layout import lay_out
 from ppocli.publish.console import row_lines

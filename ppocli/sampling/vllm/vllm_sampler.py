@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ppocli.config import schema
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.data_set import PromptBatch
 from ppocli.distributed.backend import Backend
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import SamplerError
 from ppocli.models.head import vocabulary_of
 from ppocli.models.layout import padded
