@@ -20,7 +20,7 @@ from ppocli.errors import (
     StoppedError,
 )
 from ppocli.launch.local_ranks import RunOutcome
-from ppocli.publish.console import closing_table
+from ppocli.publish.live_view import closing_table
 from ppocli.runs import atomic, checkpoints, run_logs
 from ppocli.runs.record import eval_samples
 from ppocli.training import loop

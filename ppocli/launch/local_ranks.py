@@ -30,7 +30,7 @@ from ppocli.runs.atomic import read_json
 from ppocli.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from ppocli.publish.console import DisplayMode
+    from ppocli.training.console import DisplayMode
 
 _MODULE = ("-P", "-m", "ppocli.launch.worker")
 

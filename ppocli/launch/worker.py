@@ -37,11 +37,12 @@ from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.exit_handling import publish, save_on_exit
 from ppocli.launch.local_ranks import RunOutcome, Start
 from ppocli.models.loading.tokenizer import present, tells_date
-from ppocli.publish.console import Display, open_display, open_silence
+from ppocli.publish.live_view import open_display
 from ppocli.publish.trackers import check_trackers, open_trackers
 from ppocli.runs import atomic, environment, model_files, retention, run_folder
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.training import loop
+from ppocli.training.console import Display, open_silence
 from ppocli.training.state import (
     Generators,
     Moment,

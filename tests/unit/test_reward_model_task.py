@@ -27,9 +27,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import InputError
 from ppocli.models.layout import lay_out
-from ppocli.publish.console import row_lines
 from ppocli.rewards.reward_model import RewardModel
 from ppocli.supervised.reward_model_task import RewardModelTask, calibration_error, preference_loss
+from ppocli.training.console import row_lines
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 
