@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -27,17 +28,20 @@ def rows_of(record: T, index: Any) -> T:
     """The rows of a record, or of a mapping, at ``index`` (a slice, or a list or a tensor of
     places): those of its tensors, lists and mappings, and of the records in it. A column of
     another kind, such as a tuple, describes the whole record and stays as it is."""
-    def select(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: select(part) for name, part in value.items()}
+    whole: Any = record
+    is_mapping, rows = isinstance(whole, dict), dict[str, Any]()
+    for name in whole if is_mapping else map(attrgetter("name"), fields(whole)):
+        value = whole[name] if is_mapping else getattr(whole, name)
         if isinstance(value, list) and not isinstance(index, slice):
-            return [value[i] for i in index] if value else []
-        if isinstance(value, list | torch.Tensor):
-            return value[index]
-        return value.rows(index) if hasattr(value, "rows") else value
-
-    return select(record) if isinstance(record, dict) else type(record)(
-        *map(select, _columns(record)))
+            rows[name] = list(map(value.__getitem__, index)) if value else []
+        elif isinstance(value, list | torch.Tensor):
+            rows[name] = value[index]
+        elif isinstance(value, dict):
+            rows[name] = rows_of(value, index)
+        else:
+            rows[name] = value.rows(index) if hasattr(value, "rows") else value
+    made: T = rows if is_mapping else type(whole)(**rows)
+    return made
 
 
 def joined(parts: Sequence[T]) -> T:
@@ -164,10 +168,12 @@ class PromptSet:
 def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, [B, Q] each, padded on the left to the longest of B rows."""
     width = max(map(len, rows), default=0)
-    tokens = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows],
-                          dtype=torch.int64).reshape(len(rows), width)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return tokens, torch.arange(width)[None, :] >= width - lengths[:, None]
+    filled = list[list[int]]()
+    for row in rows:
+        filled.append([fill] * (width - len(row)) + list(row))
+    lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
+    return torch.tensor(filled, dtype=torch.int64).reshape(len(rows), width), (
+        torch.arange(width)[None, :] >= width - lengths[:, None])
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:

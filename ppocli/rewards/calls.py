@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter
+from operator import add
 from typing import Any, TypeVar
 
 from ppocli.config.text import error_line, error_text, raised_at, suggestion
@@ -50,11 +51,11 @@ def conversations_of(request: RewardRequest) -> list[list[dict[str, Any]]] | Non
     if not chats and request.messages:
         for messages, response in zip(request.messages, request.responses, strict=True):
             chats.append([*messages, {"role": "assistant", "content": response}])
-    return fresh(chats) or None
+    return fresh(chats) if chats else None
 
 
 ARGUMENTS: Mapping[str, Source] = {
-    "samples": lambda r: [p + q for p, q in zip(r.prompts, r.responses, strict=True)],
+    "samples": lambda r: list(map(add, r.prompts, r.responses)),
     "prompts": lambda r: list(r.prompts),
     **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
     **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
@@ -188,7 +189,8 @@ def torch_modes_kept(label: str, key: str, samples: Callable[[], str]) -> Iterat
     before = _torch_modes()
     yield
     after = _torch_modes()
-    if changed := [f"torch's {name}" for name, value in before.items() if after[name] != value]:
+    if after != before:
+        changed = [f"torch's {name}" for name, value in before.items() if after[name] != value]
         raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples()}", where=key,
                           fix="put it back before it returns, or use it as a context manager: "
                           "with torch.inference_mode(): ...")

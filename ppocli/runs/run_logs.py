@@ -18,7 +18,7 @@ from typing import Any
 from ppocli.config import size_limited
 from ppocli.config.secrets import hide_secrets
 from ppocli.config.text import error_line
-from ppocli.runs import atomic, run_folder
+from ppocli.runs import atomic
 
 log = logging.getLogger("ppocli")
 _CHUNK = 1 << 16
@@ -50,7 +50,7 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the rows, in order, and sync once."""
-        raw = b"".join(_line(row) for row in rows)
+        raw = b"".join(map(_line, rows))
         try:
             with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
@@ -72,12 +72,12 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite_or_null(item) for key, item in value.items()}
+        return dict(zip(value, map(finite_or_null, value.values()), strict=True))
     return [finite_or_null(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    clean = run_folder.finite_or_null(row)
+    clean = finite_or_null(row)
     try:
         return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate in someone's text: only an escape can hold it
@@ -242,8 +242,11 @@ Rows = list[dict[str, Any]]
 
 def finite_figures(row: dict[str, Any]) -> dict[str, float]:
     """The finite numbers among a row's values, without ``step``."""
-    return {name: value for name, value in row.items()
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)}
+    figures = dict[str, float]()
+    for name, value in row.items():
+        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+            figures[name] = value
+    return figures
 
 
 def cause_of(error: BaseException) -> str:
@@ -285,9 +288,10 @@ class EventFiles:
         """One step's figures; ``step`` among them."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._write(step=row["step"], summary=Summary(value=[
-            Summary.Value(tag=name, simple_value=value)
-            for name, value in finite_figures(row).items()]))
+        values = list[Any]()
+        for name, value in finite_figures(row).items():
+            values.append(Summary.Value(tag=name, simple_value=value))
+        self._write(step=row["step"], summary=Summary(value=values))
 
     def samples(self, step: int, samples: Rows) -> None:
         """They are in samples.jsonl; TensorBoard has no tables."""

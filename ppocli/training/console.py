@@ -7,6 +7,7 @@ lines, and a closing table.
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger("ppocli")
 
 _NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
 """prefixes of figures that are not a task's own"""
+_OF_EVALUATION = re.compile("eval/")
 _PLAIN_WIDTH = 110
 """columns without a terminal"""
 
@@ -200,20 +202,22 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
     lines = []
     spent = f"lr {figure(row.get('lr'), 1, 'e')}  {shown('time/step', 1)} s"
     if "reward/mean" in row:
-        phases = " ".join(f"{name} {shown(f'time/{name}', 1)}" for name in (
-            "rollout", "reward", "scoring", "optimize") if f"time/{name}" in row)
+        phases = list[str]()
+        for name in ("rollout", "reward", "scoring", "optimize"):
+            if f"time/{name}" in row:
+                phases.append(f"{name} {shown(f'time/{name}', 1)}")
         lines.append(
             f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}"
             f"  kl {shown('objective/kl', 2)}  len {shown('rollout/response_tokens_mean', 1)}"
             f"  loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}"
-            f"  clip {shown('policy/clipfrac_avg', 2)}  {spent} ({phases}, "
+            f"  clip {shown('policy/clipfrac_avg', 2)}  {spent} ({' '.join(phases)}, "
             f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
     elif "lr" in row or any(name.startswith("loss/") for name in row):
         names = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
         named = _named(row, sorted(names, key=lambda name: name != "loss/total"))
         lines.append(f"step {row['step']}/{total}  {named}  {spent} "
                      f"({shown('tokens_per_second/optimize', 0)} tokens/s)")
-    evaluated = [name for name in row if name.startswith("eval/")]
+    evaluated = list(filter(_OF_EVALUATION.match, row))
     if "eval/reward_mean" in row:
         metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {shown(name, 3)}"
                           for name in evaluated if name.startswith("eval/metrics/"))

@@ -97,7 +97,7 @@ class PhaseClock:
 
     device: torch.device
     last: Moment = field(default_factory=Moment.now)
-    tell: Callable[[str], None] = lambda name: None
+    tell: Callable[[str], None] | None = None
     """hears of each mark"""
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
@@ -110,7 +110,8 @@ class PhaseClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + now.wall - self.last.wall
         self.cpu_seconds[name] = self.cpu_seconds.get(name, 0.0) + now.cpu - self.last.cpu
         self.last = now
-        self.tell(name)
+        if self.tell is not None:
+            self.tell(name)
 
     def take(self) -> Spent:
         """What was booked since it was last taken."""
