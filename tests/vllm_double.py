@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig, RolloutConfig, TrainConfig
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.ppo.policy_samples import share_of_prompts
 from ppocli.ppo.session import Session

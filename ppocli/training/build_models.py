@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ppocli.config import schema, tasks
 from ppocli.config.text import first_line
 from ppocli.config.user_code import CodeSetting, Kind, build
-from ppocli.data.prompt_set import PromptSet
+from ppocli.data.data_set import PromptSet
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.launchers import launched_here
 from ppocli.environments.env_calls import Calls

@@ -17,7 +17,7 @@ from sessions import set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.distributed.backend import open_ranks
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.models.sharded_weights import gathered
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize

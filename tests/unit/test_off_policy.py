@@ -20,7 +20,7 @@ from sessions import (
 )
 from test_ppo_losses import loss_of
 
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.ppo.advantages import CRITERIA, accepted_tokens, importance_weights
 from ppocli.ppo.experience import PPOState

@@ -19,7 +19,7 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.ppo.experience import PPOState, after_step, explained_variance
 from ppocli.ppo.ppo_task import PPOTask
 from ppocli.ppo.rollout import Rollout

@@ -10,7 +10,7 @@ import torch
 from helpers import refused, request_of
 
 from ppocli.config.schema import RewardConfig
-from ppocli.distributed.stop import StopRequested
+from ppocli.distributed.ranks import StopRequested
 from ppocli.errors import RewardError
 from ppocli.rewards.scoring import build_metric, build_reward
 

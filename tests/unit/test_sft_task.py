@@ -12,13 +12,12 @@ import torch
 from helpers import save_lm, save_talker
 from sessions import backward, data_task_of, grads_of, idle_context, planned
 
-from ppocli.data import prompt_set
-from ppocli.distributed.stop import StopFlag
+from ppocli.data import data_set
+from ppocli.distributed.ranks import StopFlag
 from ppocli.supervised.sft_task import SFTTask
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
-from ppocli.training.state import TrainState
-from ppocli.training.task import RunLength
+from ppocli.training.state import RunLength, TrainState
 
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
     ("the film was", " very good ."), ("i saw", " a dull film and hated it ."), ("it", " is fine"),
@@ -194,8 +193,8 @@ def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
         assert [place for some in first for place in some] == places(range(10))
         assert sorted(places(range(7))) == sorted(places(range(7, 14)))
         assert places(range(7)) != places(range(7, 14))
-        drawn = prompt_set._order.cache_info().misses
+        drawn = data_set._order.cache_info().misses
         places(range(8, 10))
-        assert prompt_set._order.cache_info().misses == drawn
+        assert data_set._order.cache_info().misses == drawn
         task.cfg.data.shuffle = False
         assert places(range(5, 9)) == [5, 6, 0, 1]

@@ -8,7 +8,7 @@ from sessions import planned, session_of, small_config
 
 from ppocli.config.schema_training import PPOConfig
 from ppocli.config.tasks import steers_rate
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.ppo.experience import PPOState
 from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate
 from ppocli.training.loop import initial_state

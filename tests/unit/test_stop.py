@@ -6,7 +6,8 @@ import time
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
+from ppocli.distributed.ranks import StopFlag, StopRequested
+from ppocli.distributed.stop import catch_signals
 
 LOOP = """
 import signal, sys, time
