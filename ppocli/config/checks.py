@@ -256,6 +256,9 @@ def _value_and_reference(config: schema.TrainConfig) -> Rules:
            "model.value.path, model.value.kind",
            f"a value function of kind {value.kind} is made from the policy, or starts as another "
            "PPO run's: name a run's folder, set model.value.kind=model, or leave the path out")
+    yield (value.kind == "adapter" and not peft, "model.value.kind, model.peft",
+           "the value function would be a second adapter, and there is no first: give model.peft "
+           "(model.peft.type=lora), or set model.value.kind=model")
     yield (value.kind == "branch" and value.num_layers_unfrozen < 1,
            "model.value.num_layers_unfrozen, model.value.kind",
            "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
@@ -362,7 +365,10 @@ def _adapter(config: schema.TrainConfig) -> Rules:
            "model.peft.bias, model.reference.kind", "biases of the base, which the reference has "
            "too, would train: leave bias out or set model.reference.kind=copy")
     yield (model.value.kind == "branch", "model.value.kind, model.peft", "a branch would copy and "
-           "train layers of the frozen base: set model.value.kind=head or =model")
+           "train layers of the frozen base: set model.value.kind=adapter, =head or =model")
+    yield (model.value.kind == "adapter" and settings.get("bias", "none") != "none",
+           "model.peft.bias, model.value.kind", "both adapters would train the same biases of the "
+           "base: leave bias out or set model.value.kind=model")
     yield (reference == "shared", "model.reference.kind, model.peft", "with an adapter the "
            "reference is the policy with the adapter switched off: model.reference.kind=auto")
 
