@@ -313,6 +313,9 @@ def _optimizers(config: schema.TrainConfig) -> Rules:
         yield (zero and settings.name in tasks.UNSHARDED_OPTIMIZERS,
                f"{where}.name, hardware.zero_stage", f"{settings.name} needs whole weights, "
                f"and ZeRO shards its state: use {where}.name=adamw or hardware.zero_stage=0")
+    yield (zero and not import_guard.installed("deepspeed"), "hardware.zero_stage",
+           f"ZeRO needs DeepSpeed: {import_guard.pip_line('deepspeed')}, or set "
+           "hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
            "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
            "hardware.zero_stage=0")
