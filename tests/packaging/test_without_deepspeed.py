@@ -1,4 +1,4 @@
-"""Where DeepSpeed isn't installed, one process trains, and ZeRO is refused with the line to type."""
+"""Without DeepSpeed one process trains, and ZeRO is refused with the line to type."""
 
 import os
 import subprocess
