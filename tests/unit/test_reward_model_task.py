@@ -28,7 +28,6 @@ from ppocli.errors import InputError
 from ppocli.models.layout import lay_out
 from ppocli.rewards.reward_model import RewardModel
 from ppocli.supervised.reward_model_task import RewardModelTask, calibration_error, preference_loss
-from ppocli.training.console import row_lines
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from helpers import DECODERS, SPECIAL, WORDS, save_lm
+from safetensors.torch import save_file
 from sessions import (
     count_letters,
     experience_of,
@@ -17,16 +19,19 @@ from sessions import (
     wake_the_value_head,
     weights_of,
 )
-from transformers import BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from ppocli.errors import InputError
 from ppocli.models.layout import lay_out
-from ppocli.models.policy import ValueBranch, ValueModel
-from ppocli.models.trunk import layer_stack
+from ppocli.models.loading.load_adapters import peft_names
+from ppocli.models.policy import ValueAdapter, ValueBranch, ValueModel
+from ppocli.models.trunk import layer_stack, response_hidden
 
 pytestmark = pytest.mark.long
 
 CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
+           "adapter": {"model__value__kind": "adapter", "model__peft": {
+               "type": "lora", "r": 4, "target_modules": "all-linear"}},
            "model": {"model__value__kind": "model"}}
 """those with layers of their own"""
 
@@ -38,7 +43,8 @@ def with_critic(tmp_path, critic, kind="gpt2", **over):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
-    for critic, cls in (("branch", ValueBranch), ("model", ValueModel)):
+    for critic, cls in (("branch", ValueBranch), ("adapter", ValueAdapter),
+                        ("model", ValueModel)):
         with session_of(with_critic(tmp_path, critic, kind), reward=count_letters) as session:
             assert isinstance(session.policy.value_trunk, cls)
             rollout = rollout_of(session)
@@ -49,12 +55,14 @@ def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
             torch.testing.assert_close(own, hidden, rtol=0, atol=2e-6)
 
 
-def test_a_model_of_its_own_leaves_the_policy_without_a_value_gradient(tmp_path):
-    cfg = with_critic(tmp_path, "model", ppo__vf_coef=0.0)
+@pytest.mark.parametrize("critic", ["adapter", "model"])
+def test_a_critic_with_a_pass_of_its_own_leaves_the_policy_without_a_value_gradient(tmp_path,
+                                                                                    critic):
+    cfg = with_critic(tmp_path, critic, ppo__vf_coef=0.0)
     with session_of(cfg, reward=count_letters) as session:
         experience = experience_of(session)
         without = gradients(session, experience)[0]
-    cfg = with_critic(tmp_path, "model", ppo__vf_coef=1.0)
+    cfg = with_critic(tmp_path, critic, ppo__vf_coef=1.0)
     with session_of(cfg, reward=count_letters) as session:
         wake_the_value_head(session)
         again = experience_of(session)
@@ -78,10 +86,57 @@ def test_critic_warm_up_trains_the_critic_and_nothing_else(tmp_path, critic):
         later = experience_of(session)
     assert moved
     assert all(name.startswith("value_head." if critic == "head" else "value_") for name in moved)
-    # a head that starts at 0 hands nothing down in the first update only
-    assert len(moved & set(own)) > 0.9 * len(own) - 1
+    # a head that starts at 0 hands nothing down in the first update only, LoRA's B in the next
+    assert len(moved & set(own)) > (0.4 if critic == "adapter" else 0.9) * len(own) - 1
     assert result.terms["value"] > 0
     assert later.values.abs().max() > 1e-3
+
+
+TOP = {"model__peft": {**CRITICS["adapter"]["model__peft"], "target_modules": ["c_attn", "c_fc"],
+                       "layers_to_transform": [1]}}
+
+
+@pytest.mark.parametrize(("keys", "other"), [
+    ({}, {"model__gradient_checkpointing": True}),
+    ({**TOP, "hardware__frozen_states_mib": 0}, TOP)], ids=["recomputed", "entered above"])
+def test_a_value_adapter_s_gradient_is_the_same_however_its_pass_is_made(tmp_path, keys, other):
+    found = []
+    for each in (keys, other):
+        with session_of(with_critic(tmp_path, "adapter", **{**each, "ppo__vf_coef": 1.0}),
+                        reward=count_letters) as session:
+            wake_the_value_head(session)
+            with torch.no_grad():  # both adapters do something, each its own
+                for i, (name, p) in enumerate(session.policy.named_parameters()):
+                    if "lora_B" in name:
+                        p.normal_(0, 0.05, generator=torch.Generator().manual_seed(i))
+            experience = experience_of(session)
+            assert (session.policy.split is not None) == (other is TOP)
+            found.append(gradients(session, experience)[0])
+    assert max(grad.abs().max() for name, grad in found[0].items()
+               if name.startswith("value_trunk.")) > 1e-4
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_value_adapter_is_one_of_peft_by_its_exported_names(tmp_path):
+    fields = {"r": 4, "target_modules": ["c_attn", "c_fc"], "modules_to_save": ["ln_f"],
+              "use_dora": True}
+    cfg = with_critic(tmp_path, "adapter", model__peft={"type": "lora", **fields})
+    with session_of(cfg, reward=count_letters) as session:
+        trunk = session.policy.value_trunk
+        with torch.no_grad():
+            for i, p in enumerate(trunk.parameters()):
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.05)
+            batch = lay_out(rollout_of(session).sequences)
+            states = trunk(session.policy.lm, batch, [])
+    peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, **fields).save_pretrained(
+        str(tmp_path / "value"))
+    save_file(peft_names(trunk.state_dict()), tmp_path / "value/adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "lm").eval()
+    lm = peft.PeftModel.from_pretrained(base, str(tmp_path / "value")).base_model.model
+    with torch.no_grad():
+        torch.testing.assert_close(response_hidden(lm, batch), states, rtol=0, atol=1e-5)
 
 
 def test_only_the_top_of_a_value_model_trains_if_wanted(tmp_path):
