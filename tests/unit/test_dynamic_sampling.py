@@ -88,7 +88,8 @@ def test_a_run_goes_on_with_its_prompts_and_its_reference(command, inject, world
     command(*words(
         "run_name=whole", "ppo.advantage=grpo", "ppo.n=3", "ppo.dynamic_sampling=3",
         "ppo.kl_estimator=full", "model.reference.sync_every=2", "model.reference.sync_alpha=0.5",
-        "ppo.init_kl_coef=0.5", "prompts.eval.limit=8", "tracking.log_rollouts=true", "ppo.chunk_size=4"), code=0)
+        "ppo.init_kl_coef=0.5", "prompts.eval.limit=8", "tracking.log_rollouts=true",
+        "ppo.chunk_size=4"), code=0)
     whole = world / "runs/whole"
     first, second, third = (load_file(
         whole / f"checkpoints/step-{step:06d}/reference.safetensors") for step in (1, 2, 3))
