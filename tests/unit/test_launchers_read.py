@@ -8,11 +8,7 @@ import pytest
 
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.distributed.launchers import (
-    Launched,
-    find_launch,
-    first_host,
-)
+from ppocli.distributed.launchers import Launched, find_launch, first_host
 from ppocli.errors import ConfigError, RewardError
 from ppocli.launch import external_launch
 from ppocli.launch.external_launch import placed, run_together
