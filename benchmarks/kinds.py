@@ -46,7 +46,8 @@ KINDS = {
     "t5": ("encoder-decoder (T5), share of vowels",
            "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=3072 "
            "ppo.num_rollouts=64 ppo.mini_batch_size=32 ppo.optimizer.lr=3e-3 "
-           "ppo.init_kl_coef=0.001 generation.max_new_tokens=12 eval.every_steps=null "
+           "ppo.init_kl_coef=0.001 ppo.kl_in=reward ppo.step_kl=null ppo.lam=0.95 "
+           "generation.max_new_tokens=12 eval.every_steps=null "
            "checkpoint.every_steps=null"),
 }
 TRAINED = {"top2": TOP2, "lora": f"{LORA} {NORM}", "lora_alone": ALONE}

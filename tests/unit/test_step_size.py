@@ -10,7 +10,7 @@ from ppocli.config.schema_training import PPOConfig
 from ppocli.config.tasks import steers_rate
 from ppocli.distributed.stop import StopFlag
 from ppocli.ppo.experience import PPOState
-from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate
+from ppocli.ppo.ppo_task import PPOTask, first_rate, kl_of_updates, next_rate
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 
@@ -35,6 +35,12 @@ def test_the_kl_of_a_step_by_hand(kls, expected):
     (0.3, math.inf, 1.0, 0.3)])
 def test_the_next_rate_by_hand(rate, kl, target, expected):
     assert next_rate(rate, kl, target) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("lr", "factor"), [
+    (1e-3, 0.1), (1.41e-4, 0.1), (2.82e-5, 0.5), (1.41e-5, 1.0), (1e-7, 1.0), (0.0, 1.0)])
+def test_a_small_rate_is_begun_with_as_it_is(lr, factor):
+    assert first_rate(lr) == pytest.approx(factor)
 
 
 def steps_of(session, count: int):
