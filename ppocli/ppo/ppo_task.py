@@ -39,6 +39,8 @@ GROWTH = 1.5
 same way"""
 CAREFUL = 1.41e-5
 """learning rate at which a first step is short on models of any size: the default"""
+NO_GRADIENT = 1e-7
+"""norm of a gradient that is rounding: its updates change no weight, and their KL is rounding"""
 LARGEST_CHANGE = 8.0
 """factor by which a steered learning rate changes after one step at most"""
 
@@ -163,7 +165,7 @@ class PPOTask(task.Task):
         if cfg.ppo.step_kl is not None:
             row["policy/step_kl"] = moved = kl_of_updates(result.made.get(POLICY, ()),
                                                           plan.atoms.mean_loss_tokens)
-            if tasks.steers_rate(cfg.ppo):
+            if tasks.steers_rate(cfg.ppo) and result.terms["grad_norm"] > NO_GRADIENT:
                 shape = lr_factor(cfg.ppo.scheduler, state.updates,
                                   self.length.total_updates(cfg, state))
                 after = replace(after, rate=next_rate(before.rate, moved,

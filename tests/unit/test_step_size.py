@@ -86,6 +86,14 @@ def test_whatever_rate_is_typed_the_steps_become_equal(tmp_path, lr):
     assert 3e-4 < math.fsum(kls[-4:]) / 4 < 3e-3, kls
 
 
+def test_a_reward_that_never_differs_leaves_the_rate_where_it_was(tmp_path):
+    """The KL of updates without a gradient is rounding: a rate that followed it would be huge by
+    the time that a reward comes."""
+    cfg = small_config(tmp_path, ppo__step_kl=0.5, ppo__num_steps=4, ppo__kl_in="loss")
+    with session_of(cfg, lambda outputs, **_: [0.0] * len(outputs)) as session:
+        assert {rate for rate, _, _ in steps_of(session, 4)} == {0.1}
+
+
 @pytest.mark.parametrize(("sizes", "steered"), [
     ({"ppo_epochs": 1, "mini_batch_size": 16}, False), ({"ppo_epochs": 2}, True),
     ({"ppo_epochs": 1, "mini_batch_size": 8}, True), ({"step_kl": None}, False)])
