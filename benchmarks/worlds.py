@@ -388,7 +388,9 @@ def sums(folder: Path) -> None:
     examples = [{"prompt": one["prompt"], "completion": one["answer"] if rng.random() < 0.7
                  else str(rng.randint(10, 108))} for _ in range(5) for one in questions[100:]]
     tokenizer = tokenizer_of([], 258)
-    write(folder, gpt2(258, 96, 3), None, tokenizer, questions[100:], questions[:100], {})
+    lm = gpt2(258, 96, 3)
+    write(folder, lm, None, tokenizer, questions[100:], questions[:100],
+          {"parameters": sum(p.numel() for p in lm.parameters())})
     (folder / "examples.json").write_text(json.dumps(examples))
     subprocess.run([str(Path(sys.executable).with_name("ppocli")), "sft",
                     f"model.path={folder / 'lm'}", f"data.path={folder / 'examples.json'}",
