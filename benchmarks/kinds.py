@@ -39,7 +39,7 @@ KINDS = {
     "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
     "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3 {PLAIN}"),
     "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4 "
-             "ppo.positive_nll_coef=0.6"),
+             "ppo.kl_in=loss ppo.positive_nll_coef=0.6"),
     "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp "
                      "ppo.whiten_advantages=true"),
