@@ -30,7 +30,7 @@ def test_a_part_of_the_quickstart_raises_the_reward(train):
     assert kl[0] == pytest.approx(0.0, abs=1e-4)
 
 
-AS_USUAL = ("ppo.whiten_advantages=null", "ppo.kl_in=null", "ppo.lam=0.95",
+AS_USUAL = ("ppo.whiten_advantages=null", "ppo.kl_in=reward", "ppo.lam=0.95",
             "ppo.positive_nll_coef=0")
 """in place of what the recipe sets"""
 
