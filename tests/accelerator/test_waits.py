@@ -13,7 +13,6 @@ from helpers import mostly_slow
 from sessions import count_letters, fresh_state, optimize, session_of, small_config
 from simulated import MixedDevicesError
 
-from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.step import collect_rollout, to_experience
 from ppocli.sampling.decode_state import CHECK_EVERY, DecodeState
 from ppocli.training.state import Moment, PhaseClock
@@ -48,11 +47,8 @@ SAMPLED = {"generation__stop_token_ids": [5, 9, 14], "generation__max_new_tokens
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
     "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}},
-    "bf16": {"hardware__precision": "bf16"},
-    "one row a pass": {"ppo__micro_batch_size": 1},
     "a critic of its own": {"model__value__kind": "model"},
     "a KL in the loss": {"ppo__kl_in": "loss", "ppo__kl_estimator": "k3"},
-    "gspo": {"ppo__policy_loss": "gspo"},
 }
 
 
@@ -73,46 +69,12 @@ def test_a_step_waits_for_what_decides_and_no_more(sim, tmp_path, name):
     assert not found["other"]
 
 
-def test_places_that_are_taken_anew_cost_no_further_waits(sim, tmp_path):
-    """With the places of ended responses taken by other prompts, some of them padded."""
-    cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=32, ppo__chunk_size=8,
-                       generation__max_new_tokens=NEW, generation__length_sampler=[4, NEW])
-    with session_of(cfg, reward=count_letters) as session:
-        passes = []
-        session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
-        collect = collect_rollout(session, session.context(), 0, 32)
-    assert len(set(collect.response_mask.sum(1).tolist())) > 8
-    decoding = [why for why in sim.take().elements() if "/sampling/" in why]
-    chunks = 4
-    assert NEW < len(passes) < chunks * NEW  # else no place was taken anew
-    assert len(decoding) <= -(-len(passes) // CHECK_EVERY) + chunks
-
-
-def test_an_evaluation_waits_as_a_rollout_does(sim, tmp_path):
-    cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW)
-    with session_of(cfg) as session:
-        sim.take()
-        evaluate(session, session.context())
-        waits = sim.take()
-    assert 2 <= waits.total() <= -(-NEW // CHECK_EVERY) + 1 + 2, waits
-
-
-def test_stop_sequences_are_looked_for_in_text_which_waits_once_a_token(sim, tmp_path):
-    cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW,
-                       generation__stop_sequences=["no such words"])
-    with session_of(cfg) as session:
-        found = phases_of(sim, session, learn=False)
-    assert NEW <= found["rollout"].total() <= NEW + -(-NEW // CHECK_EVERY) + 1
-
-
-@pytest.mark.parametrize("name", mostly_slow(
-    ["noise", "stops", "limits", "tokens"], quick=lambda name: name == "noise"))
-def test_a_tensor_left_on_the_host_is_found(sim, tmp_path, monkeypatch, name):
+def test_a_tensor_left_on_the_host_is_found(sim, tmp_path, monkeypatch):
     made = DecodeState.__init__
 
     def left(self, *args):
         made(self, *args)
-        setattr(self, name, getattr(self, name).cpu())
+        self.noise = self.noise.cpu()
 
     monkeypatch.setattr(DecodeState, "__init__", left)
     cfg = small_config(tmp_path, hardware__device="cuda")
