@@ -17,7 +17,7 @@ from ppocli.config import config_yaml, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import counted, first_line
 from ppocli.distributed.backend import Backend, open_backend
-from ppocli.distributed.stop import StopFlag, StopRequested
+from ppocli.distributed.ranks import StopFlag, StopRequested
 from ppocli.environments.registry import code_files
 from ppocli.errors import ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import eval_request as files
@@ -274,7 +274,7 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
                     "sample": number // prompts, "metrics": {}, **sample}
                    for number, sample in enumerate(next(chunks), start=len(rows))]
             writer.append(new)
-            rows += run_folder.finite_or_null(new)
+            rows += run_logs.finite_or_null(new)
             if announce:
                 seconds = (monotonic() - begun) / len(new) * prompts * statistics.BASE_SAMPLES
                 log.info("--frontier will take about %.0f s more (by the first chunk)", seconds)
@@ -289,7 +289,7 @@ def _finish(work: _Work) -> dict[str, Any]:
         frontier = statistics.frontier_of(work.rows["base"], work.rows["policy"],
                                     plain_sampling=session.eval_sampling.is_policy_distribution
                                     and session.eval_sampling.temperature == 1.0)
-    report: dict[str, Any] = run_folder.finite_or_null(statistics.report_of(
+    report: dict[str, Any] = run_logs.finite_or_null(statistics.report_of(
         work.settings, work.digests, work.targets, work.rows, frontier, session=session,
         name=work.folder.name, started=work.started, seconds=monotonic() - work.clock))
     with work.stop.defer():
@@ -348,7 +348,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         raise StoppedError(f"stopped by {stopped}; nothing was written",
                            signal_number=stopped.signal_number) from None
     folder = files.new_folder(default, request)
-    report: dict[str, Any] = run_folder.finite_or_null({
+    report: dict[str, Any] = run_logs.finite_or_null({
         "schema": statistics.SCHEMA, "name": folder.name, "kind": tasks.task_name(cfg),
         "run": None if target.run_dir is None else str(target.run_dir), "step": target.step,
         **results["policy"], "against": results.get("against"), "win_rate": None,

@@ -256,7 +256,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
                     ((resume_policy.KEPT, next_config), (resume_policy.BEFORE, run.config))}
         if now != run_json:
             atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE,
-                                     run_folder.finite_or_null(now))
+                                     run_logs.finite_or_null(now))
     config_yaml.accept_config(run_dir)
 
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import secrets
 import socket
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ppocli.config import config_yaml, schema, size_limited
 from ppocli.errors import CheckpointError, DiskError, RunGoneError
@@ -118,15 +116,6 @@ def refuse_links(run_dir: Path) -> None:
                                       "that could land elsewhere.", where=str(run_dir),
                                       fix="remove it, or put what it stands for in its place; the "
                                       "run's folder may itself be a link")
-
-
-def finite_or_null(value: Any) -> Any:
-    """``value`` with NaN and infinities, which JSON hasn't, turned to ``None``, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite_or_null(item) for key, item in value.items()}
-    return [finite_or_null(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_config(config: schema.TrainConfig, path: Path) -> None:

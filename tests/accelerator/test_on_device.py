@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import mostly_slow, save_lm
+from helpers import save_lm
 from sessions import (
     count_letters,
     fresh_state,
@@ -28,27 +28,35 @@ CASES = {
     "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.1}},
     "a critic of its own": {"model__value__kind": "model"},
     "an offloaded reference": {"model__reference__offload": True},
+    "checkpointed gradients": {"model__gradient_checkpointing": True},
     "KL over the vocabulary": {"ppo__kl_estimator": "full"},
+    "full KL in the loss": {"ppo__kl_in": "loss", "ppo__kl_estimator": "full"},
+    "gspo": {"ppo__policy_loss": "gspo"},
     "a penalty and a nucleus": {"generation__repetition_penalty": 1.3, "generation__top_p": 0.8,
                                 "generation__stop_sequences": ["good"],
                                 "generation__min_new_tokens": 2},
-    "chunks scored in a thread": {"ppo__chunk_size": 5, "generation__length_sampler": [2, 12],
+    "chunks scored in a thread": {"ppo__chunk_size": 5, "generation__length_sampler": [2, 10],
                                   "reward__overlap": "always"},
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(
-    CASES, quick=lambda name: name == "chunks scored in a thread"))
-def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, monkeypatch, name):
+STEPS = [*(("gpt2", name) for name in CASES), ("llama", "all layers"), ("llama", "top layer"),
+         ("llama", "adapters"), ("llama", "chunks scored in a thread")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    pytest.param(*step, marks=() if step == STEPS[-1] else pytest.mark.slow) for step in STEPS])
+def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, monkeypatch, kind,
+                                                                  name):
     keys = CASES[name]
-    save_lm(tmp_path / "lm", "llama" if name in ("top layer", "chunks scored in a thread")
-            else "gpt2")
+    save_lm(tmp_path / "lm", kind)
     found = []
     for device in ("cpu", "cuda"):
         # accelerate would take it for a CPU as well
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu" if device == "cpu" else "sim")
-        cfg = small_config(tmp_path, hardware__device=device, ppo__ppo_epochs=1,
-                           **{"generation__max_new_tokens": 12, **keys})
+        cfg = small_config(tmp_path, hardware__device=device, ppo__num_rollouts=8,
+                           ppo__mini_batch_size=4, ppo__ppo_epochs=1, prompts__eval__limit=4,
+                           **keys)
         with session_of(cfg, reward=count_letters) as session:
             parameters = list(session.policy.parameters())
             assert all(isinstance(p, OnDevice) for p in parameters) == (device == "cuda")
@@ -68,7 +76,9 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, {"model__peft": {"type": "lora"}}], ids=["all", "lora"])
+@pytest.mark.parametrize("keys", [
+    {}, {"model__peft": {"type": "lora"}}, {"model__num_layers_unfrozen": 1}],
+    ids=["all", "lora", "top"])
 def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, keys):
     """One step and one more after it make the same weights as two at once."""
     left = []

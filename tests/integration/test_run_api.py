@@ -53,8 +53,11 @@ def test_the_policy_generates(trained):
     assert trained.generate(["the film", "it"], seed=1) == one
     [greedy] = trained.generate(["the film"], do_sample=False, max_new_tokens=3)
     assert len(greedy.split()) <= 3
-    with pytest.raises(ConfigError, match="temprature"):
-        trained.generate(["it"], temprature=2.0)
+    for prompts, sampling, said in (
+            (["it"], {"temprature": 2.0}, "temprature"), ("The film", {}, "is no list of texts"),
+            (["it"], {"max_new_tokens": "5"}, "it takes a whole number")):
+        with pytest.raises(ConfigError, match=said):
+            trained.generate(prompts, **sampling)
 
 
 def test_a_run_is_opened_again(trained, tmp_path):
@@ -136,6 +139,9 @@ def test_what_a_script_has_set_torch_to_is_not_the_run_s(shared_world, trained, 
                 [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path}",
                  "ppo.num_steps=2"], reward_fn=reward, metric_fn=measure, prompts=PROMPTS,
                 eval_prompts=EVAL_PROMPTS, stop_sequences=["."])
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.autocast_increment_nesting() == 2
+            torch.autocast_decrement_nesting()
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)

@@ -16,7 +16,8 @@ from ppocli.errors import DiskError
 from ppocli.runs import atomic
 from ppocli.runs.checkpoints import find_latest
 from ppocli.runs.retention import clean_staging, prune, supersede, update_pointers
-from ppocli.runs.run_folder import finite_or_null, probe_writable
+from ppocli.runs.run_folder import probe_writable
+from ppocli.runs.run_logs import finite_or_null
 
 SAVE_TWO = """
 import sys
