@@ -121,8 +121,10 @@ class Ranks:
                 memory that didn't suffice there only if nothing else went wrong.
             OutOfMemoryError: on this rank ``alone``: the others are still inside of a pass.
         """
-        if self.world == 1:
-            return work()
+        return work() if self.world == 1 else self._together(work, phase)
+
+    def _together(self, work: Callable[[], T], phase: str) -> T:
+        """As :meth:`all_do`, of several ranks."""
         failed: PpocliError | None = None
         result: Any = None
         try:

@@ -72,9 +72,23 @@ class PPOTask(task.Task):
 
     def collect(self, state: TrainState, context: task.StepContext) -> Rollout:
         """As :class:`Task`: sample, score, measure."""
-        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
+        ppo, size = self.cfg.ppo, self.length.samples_per_step
         start = state.episodes + PPOState.from_json(state.task).left_out
         left = self.length.total_samples - state.episodes
+        if ppo.dynamic_sampling or self.cfg.rollout.ahead or ppo.staleness or state.tensors:
+            return self._collect_elsewhere(state, context, start, left)
+        context.clock.mark("other")
+        return step.collect_rollout(self.session, context, start, min(size, left))
+
+    def _collect_elsewhere(self, state: TrainState, context: task.StepContext, start: int,
+                           left: int) -> Rollout:
+        """As :meth:`collect`, by a way of :mod:`ppocli.ppo.rollout_sources`.
+
+        Args:
+            start: number of the next sample.
+            left: samples that the run still has to learn from.
+        """
+        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
         count = min(size, left)
         episodes = range(start, start + count)
         if cfg.ppo.dynamic_sampling is not None:
@@ -83,12 +97,9 @@ class PPOTask(task.Task):
             batch, self._ahead = rollout_sources.collect_ahead(
                 session, context, self._ahead, episodes, start + min(2 * size, left))
             return batch
-        if cfg.ppo.staleness or state.tensors:
-            return rollout_sources.collect_stale(
-                session, context, state.tensors, episodes,
-                start + min((1 + cfg.ppo.staleness) * size, left))
-        context.clock.mark("other")
-        return step.collect_rollout(session, context, start, count)
+        return rollout_sources.collect_stale(
+            session, context, state.tensors, episodes,
+            start + min((1 + cfg.ppo.staleness) * size, left))
 
     def plan(self, state: TrainState, batch: Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.

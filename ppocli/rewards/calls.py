@@ -234,16 +234,26 @@ def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeo
         except STOPS:
             raise
         except BaseException as error:
-            place = raised_at(error, function.located.file)
             failures += 1
-            if failures > retries:
-                tries = f", {failures} times in a row," if failures > 1 else ""
-                raise RewardError(
-                    f"{function.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
-                    f"  {_batch(request)}", where=place or key,
-                    fix="correct the function; reward.retries=N repeats a failed call") from error
-            log.warning("%s raised %s at %s; trying again (%d of %d)", function.label,
-                        error_line(error), place, failures, retries)
+            _warn_of_failure(function, request, error, failures, retries)
+
+
+def _warn_of_failure(function: RewardFunction, request: RewardRequest, error: BaseException,
+                     failures: int, retries: int) -> None:
+    """Warn of a call that failed, ``failures`` times in a row by now.
+
+    Raises:
+        RewardError: it was one failure too many.
+    """
+    place = raised_at(error, function.located.file)
+    if failures > retries:
+        tries = f", {failures} times in a row," if failures > 1 else ""
+        raise RewardError(
+            f"{function.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
+            f"  {_batch(request)}", where=place or function.located.key,
+            fix="correct the function; reward.retries=N repeats a failed call") from error
+    log.warning("%s raised %s at %s; trying again (%d of %d)", function.label, error_line(error),
+                place, failures, retries)
 
 
 def _batch(request: RewardRequest) -> str:
