@@ -136,13 +136,16 @@ class PPOTask(task.Task):
         ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
         examples, count = atoms.extras.examples, len(atoms.sequences)
         if examples is not None and int(rows[0]) >= count:
-            nll, tokens = examples_loss(self.session, examples, rows - count, weights)
-            total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
-            values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
-        else:
-            of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
-            total = of_policy.total
-            values = [*of_policy, *[total.new_zeros(())] * (len(self.terms) - len(of_policy))]
+            return self._loss_of_examples(examples, rows - count, weights)
+        of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
+        zeros = [of_policy.total.new_zeros(())] * (len(self.terms) - len(of_policy))
+        return task.LossTerms(of_policy.total, torch.stack([*of_policy, *zeros]).detach(), tokens)
+
+    def _loss_of_examples(self, examples: Examples, rows: torch.Tensor, weights: torch.Tensor
+                          ) -> task.LossTerms:
+        nll, tokens = examples_loss(self.session, examples, rows, weights)
+        total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
+        values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
         return task.LossTerms(total, torch.stack(values).detach(), tokens)
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
