@@ -243,6 +243,8 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
             head = policies.build_value_head(loaded.lm, cfg.seed)
             if value.kind == "branch":
                 trunk = policies.ValueBranch(loaded.lm, value.num_layers_unfrozen)
+            elif value.kind == "adapter":
+                trunk = policies.ValueAdapter(loaded.lm)
         if value.freeze_attention:
             trunks.freeze_attention(trunk)
     except ValueError as error:

@@ -40,9 +40,11 @@ def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, sta
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, stage):
-    one, _ = one_and_two(tmp_path, {**config, "model.peft": LORA}, under(stage, tmp_path))
+@pytest.mark.parametrize(("stage", "critic"), [
+    (0, "head"), (3, "head"), (0, "adapter"), (1, "adapter"), (2, "adapter"), (3, "adapter")])
+def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, stage, critic):
+    one, _ = one_and_two(tmp_path, {**config, "model.peft": LORA, "model.value.kind": critic},
+                         under(stage, tmp_path))
     trained = {name for name in one if name.startswith("weight/lm.")}
     assert trained
     assert all("lora_" in name for name in trained)

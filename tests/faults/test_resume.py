@@ -70,8 +70,9 @@ CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [
-    CRITIC.format("model"), CRITIC.format("branch"), "model.num_layers_unfrozen=1"],
-    ids=["critic", "branch", "shared"])
+    CRITIC.format("model"), CRITIC.format("branch"), "model.num_layers_unfrozen=1",
+    "model.value.kind=adapter model.peft.type=lora model.peft.r=4 "
+    "model.peft.target_modules=all-linear"], ids=["critic", "branch", "shared", "value adapter"])
 def test_each_kind_of_model_resumes_exactly(keys, command, world):
     command(*words("run_name=straight", "model.reference.kind=auto", *keys.split()), code=0)
     stopped = copied(world / "runs/straight", world / "runs/stopped", 1)
