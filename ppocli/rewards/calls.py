@@ -38,6 +38,11 @@ def fresh(cells: Sequence[Any]) -> list[Any]:
     return [copy.deepcopy(cell) if isinstance(cell, (list, dict)) else cell for cell in cells]
 
 
+def column_of(name: str, request: RewardRequest) -> list[Any]:
+    """A new list of a field of the request, one value per sample."""
+    return list(getattr(request, name))
+
+
 def steps_of(request: RewardRequest) -> list[Any]:
     """The steps of each response; where nothing defines them, the column of that name."""
     if request.steps is None:
@@ -56,8 +61,8 @@ def conversations_of(request: RewardRequest) -> list[list[dict[str, Any]]] | Non
 
 ARGUMENTS: Mapping[str, Source] = {
     "samples": lambda r: list(map(add, r.prompts, r.responses)),
-    "prompts": lambda r: list(r.prompts),
-    **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
+    "prompts": partial(column_of, "prompts"),
+    **dict.fromkeys(("outputs", "responses", "completions"), partial(column_of, "responses")),
     **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
                     lambda r: [list(ids) for ids in r.response_ids]),
     "chats": conversations_of,
