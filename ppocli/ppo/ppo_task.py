@@ -77,9 +77,23 @@ class PPOTask(task.Task):
 
     def collect(self, state: TrainState, context: task.StepContext) -> Rollout:
         """As :class:`Task`: sample, score, measure."""
-        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
+        ppo, size = self.cfg.ppo, self.length.samples_per_step
         start = state.episodes + PPOState.from_json(state.task).left_out
         left = self.length.total_samples - state.episodes
+        if ppo.dynamic_sampling or self.cfg.rollout.ahead or ppo.staleness or state.tensors:
+            return self._collect_elsewhere(state, context, start, left)
+        context.clock.mark("other")
+        return step.collect_rollout(self.session, context, start, min(size, left))
+
+    def _collect_elsewhere(self, state: TrainState, context: task.StepContext, start: int,
+                           left: int) -> Rollout:
+        """As :meth:`collect`, by a way of :mod:`ppocli.ppo.rollout_sources`.
+
+        Args:
+            start: number of the next sample.
+            left: samples that the run still has to learn from.
+        """
+        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
         count = min(size, left)
         episodes = range(start, start + count)
         if cfg.ppo.dynamic_sampling is not None:
@@ -88,12 +102,9 @@ class PPOTask(task.Task):
             batch, self._ahead = rollout_sources.collect_ahead(
                 session, context, self._ahead, episodes, start + min(2 * size, left))
             return batch
-        if cfg.ppo.staleness or state.tensors:
-            return rollout_sources.collect_stale(
-                session, context, state.tensors, episodes,
-                start + min((1 + cfg.ppo.staleness) * size, left))
-        context.clock.mark("other")
-        return step.collect_rollout(session, context, start, count)
+        return rollout_sources.collect_stale(
+            session, context, state.tensors, episodes,
+            start + min((1 + cfg.ppo.staleness) * size, left))
 
     def plan(self, state: TrainState, batch: Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -130,13 +141,16 @@ class PPOTask(task.Task):
         ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
         examples, count = atoms.extras.examples, len(atoms.sequences)
         if examples is not None and int(rows[0]) >= count:
-            nll, tokens = examples_loss(self.session, examples, rows - count, weights)
-            total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
-            values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
-        else:
-            of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
-            total = of_policy.total
-            values = [*of_policy, *[total.new_zeros(())] * (len(self.terms) - len(of_policy))]
+            return self._loss_of_examples(examples, rows - count, weights)
+        of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
+        zeros = [of_policy.total.new_zeros(())] * (len(self.terms) - len(of_policy))
+        return task.LossTerms(of_policy.total, torch.stack([*of_policy, *zeros]).detach(), tokens)
+
+    def _loss_of_examples(self, examples: Examples, rows: torch.Tensor, weights: torch.Tensor
+                          ) -> task.LossTerms:
+        nll, tokens = examples_loss(self.session, examples, rows, weights)
+        total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
+        values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
         return task.LossTerms(total, torch.stack(values).detach(), tokens)
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
