@@ -1,5 +1,5 @@
-"""Keys of earlier versions that are no longer read. They are ignored in a run's config.yaml, and
-refused on a command line with what to do instead."""
+"""Keys of earlier versions that are no longer read, and keys that had another default. The former
+are ignored in a run's config.yaml, and refused on a command line with what to do instead."""
 
 import logging
 from typing import Any
@@ -24,6 +24,17 @@ GONE = {
 def gone_key(key: str) -> str | None:
     """The entry of :data:`GONE` that a key is, or belongs to."""
     return next((name for name in GONE if f"{key}.".startswith(f"{name}.")), None)
+
+
+def with_former_defaults(loaded: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, where they were written before ``ppo.step_kl`` was a key, with what its
+    absence and ``ppo.kl_in=null`` meant then."""
+    ppo = loaded.get("ppo")
+    if not isinstance(ppo, dict) or "step_kl" in ppo:
+        return loaded
+    kl_in = ppo.get("kl_in") or ("loss" if ppo.get("advantage") == "grpo" else "reward")
+    former = {"step_kl": None, "kl_in": kl_in, "lam": 0.95, "init_kl_coef": 0.05}
+    return {**loaded, "ppo": {**former, **ppo, "kl_in": kl_in}}
 
 
 def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,6 @@ def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, 
             write_config(cfg, folder / "config.yaml")
             result = run_worker(Start.of_folder(folder, resume=steps != parts[0]))
         assert result.summary["status"] == "finished"
-        assert 0 < result.summary["peak_memory_mib"] < 100  # the device's, not this process's
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [0, 1, 2]
         state = next((folder / "checkpoints").glob("*2/rng.safetensors"))

@@ -26,6 +26,7 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
+from ppocli.config.tasks import kl_coef, kl_estimator, kl_in, whitens_advantages
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.step import to_experience
 
@@ -157,6 +158,24 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl
     assert other["policy"] == pytest.approx(terms["policy"], rel=1e-3, abs=1e-5)
     assert (terms["kl"] != 0) == (kl == "loss")
     assert (terms["value"] != 0) == (advantage == "gae")
+
+
+def test_what_is_left_to_the_estimator(tmp_path):
+    def resolved(advantage, **keys):
+        ppo = grouped(tmp_path, advantage, ppo__init_kl_coef=None, **{"ppo__kl_in": None} | keys
+                      ).ppo
+        return whitens_advantages(ppo), kl_in(ppo), kl_estimator(ppo), kl_coef(ppo)
+
+    assert resolved("gae") == (True, "loss", "k3+", 0.2)
+    assert resolved("grpo") == (False, "loss", "k3", 0.05)
+    assert resolved("rloo") == (False, "reward", "k1", 0.05)
+    assert resolved("reinforce_pp") == (True, "reward", "k1", 0.05)
+    assert resolved("grpo", ppo__kl_in="reward") == (False, "reward", "k1", 0.05)
+    assert resolved("gae", ppo__kl_in="reward") == (True, "reward", "k1", 0.05)
+    assert resolved("gae", ppo__whiten_advantages=False) == (False, "loss", "k3+", 0.05)
+    assert resolved("gae", ppo__kl_estimator="k2") == (True, "loss", "k2", 0.2)
+    for estimate in ("k1", "abs", "full"):  # what holds nothing in the loss, or costs most there
+        assert resolved("gae", ppo__kl_estimator=estimate) == (True, "reward", estimate, 0.05)
 
 
 def test_a_group_without_its_invalid_samples_is_the_group(tmp_path):
