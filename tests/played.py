@@ -119,19 +119,6 @@ class AsyncKeeps(Keeps):
         super().reset(prompt, rng=rng)
 
 
-class Needy:
-    def reset(self, prompt, secret):
-        return None
-
-    def step(self, response):
-        return None, 0.0, True
-
-
-class Mute:
-    def reset(self, prompt):
-        return None
-
-
 class Lookup:
     """An environment of TRL's: its public methods are tools."""
 
