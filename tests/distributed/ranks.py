@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import environment
 from runs import free_port, wait_for
-from sessions import small_config
+from sessions import FIXED, small_config
 from warm import begin
 
 REWARD = '''\
@@ -19,7 +19,7 @@ def unlike(outputs, **columns):
 '''
 LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 SCRIPT = Path(__file__).with_name("one_update.py")
-ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
+ODD = {**FIXED, "ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
        "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
        "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.name": "sgd",
        "ppo.optimizer.lr": 1e-2, "ppo.scheduler.name": "constant", "prompts.eval.limit": 5,

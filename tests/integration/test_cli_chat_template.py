@@ -103,6 +103,7 @@ def date_of(name: str) -> str | None:
     return read_config(Path(f"runs/{name}/config.yaml")).model.chat_template_date
 
 
+@pytest.mark.slow
 def test_a_template_tells_when_the_run_was_first_started(dated, app):
     words = (*PPO, "prompts.chat=true", "model.path=talker", "model.chat_template=t.jinja",
              "run_name=r")

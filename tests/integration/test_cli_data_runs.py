@@ -102,6 +102,7 @@ def test_other_data_and_other_models(app):
     assert bare.figures["loss"] == found["figures"]["loss"]
 
 
+@pytest.mark.slow
 def test_data_from_python(shared_world):
     given = {"run_name": "given", "hardware.device": "cpu", "sft.num_updates": 1,
              "generation.max_new_tokens": 4}

@@ -79,6 +79,7 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
         assert config["activation_function"] == "gelu_new", path
 
 
+@pytest.mark.slow
 def test_best_step_and_checkpoint(finished, export):
     best = read_json(finished / "summary.json")["best"]["step"]
     folder = finished / "export" / f"step-{best:06d}"

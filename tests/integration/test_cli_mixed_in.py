@@ -19,6 +19,7 @@ def trained(tmp_path_factory):
     return world / "runs/r"
 
 
+@pytest.mark.slow
 def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
     assert all(row["loss/ptx"] > 0 for row in stable_rows(trained / "metrics.jsonl") if row["step"])
     stopped = copied(trained, tmp_path / "run", 1)
@@ -26,6 +27,7 @@ def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
     assert_equal_runs(trained, stopped)
 
 
+@pytest.mark.slow
 def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, command, validate,
                                                                 monkeypatch):
     world = trained.parents[1]

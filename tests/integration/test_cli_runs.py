@@ -132,6 +132,7 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, prune, comm
     assert but_log(runs / "done") == before
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_back_to_the_best_checkpoint_that_pruning_left(runs, command, app):
     checkpoints = runs / "done/checkpoints"
     for step in (3, 4):  # as if the best were step 2

@@ -98,6 +98,7 @@ def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
         (world / f"{name}.jsonl").write_text(old)
 
 
+@pytest.mark.slow
 def test_an_evaluation_out_of_memory_halves_its_rows(trained, world, inject, command):
     inject("evaluation.forward>1:oom")
     ended = command("task=sft", *KEYS, "run_name=r", "sft.num_updates=1", "sft.epochs=null", code=0)

@@ -17,6 +17,7 @@ from vllm_double import dying, engine_of, serving
 GENERATE = "/inference/v1/generate"
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_no_server_is_left_and_goes_on(world, command):
     keys = words("rollout.engine=vllm", "run_name=served", "ppo.num_steps=3")
     with serving(engine_of(world), dying(30)) as url:

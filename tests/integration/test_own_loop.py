@@ -60,6 +60,7 @@ def sentiment_of(trainer: PPOTrainer, batch, chunk: int = 6) -> list[float]:
     return scores
 
 
+@pytest.mark.slow
 def test_a_loop_gives_the_numbers_of_the_command(quick: Path, tmp_path: Path):
     (tmp_path / "reward.yaml").write_bytes((quick / "config.yaml").read_bytes())
     with PPOTrainer([*QUICKSTART, f"output_dir={tmp_path}", "run_name=loop"]) as trainer:

@@ -73,6 +73,7 @@ def test_a_run_is_opened_again(trained, tmp_path):
     assert error.value.fix.startswith(f"""ppocli.train(["resume={tmp_path}"], reward_fn=...""")
 
 
+@pytest.mark.slow
 def test_a_run_by_objects_asks_for_them_again(trained):
     more = [f"resume={trained.run_dir}", "ppo.num_steps=3"]
     with pytest.raises(CheckpointError, match="reward_fn, metric_fn, prompts, eval_prompts"):

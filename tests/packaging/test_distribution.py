@@ -77,6 +77,7 @@ def test_versions_that_are_known_to_be_wrong_are_ruled_out(wheel):
     assert "0.31.0" not in bounds["typer"]
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
