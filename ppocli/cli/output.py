@@ -90,7 +90,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
     null."""
     import json
 
-    from ppocli.runs.run_folder import finite_or_null
+    from ppocli.runs.run_logs import finite_or_null
 
     put(json.dumps(finite_or_null(value), indent=indent))
 

@@ -21,7 +21,7 @@ from ppocli.errors import (
 )
 from ppocli.launch.local_ranks import RunOutcome
 from ppocli.publish.console import closing_table
-from ppocli.runs import atomic, checkpoints, run_folder
+from ppocli.runs import atomic, checkpoints, run_logs
 from ppocli.runs.record import eval_samples
 from ppocli.training import loop
 from ppocli.training.state import in_words, of_training, profile
@@ -154,7 +154,7 @@ def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> No
     if not run.task.backend.ranks.first:
         return
     try:
-        atomic.write_json_atomic(run.folder.summary, run_folder.finite_or_null(summary))
+        atomic.write_json_atomic(run.folder.summary, run_logs.finite_or_null(summary))
     except PpocliError as disk:
         log.error("%s", disk)
 
@@ -177,7 +177,7 @@ def publish(run: loop.Run) -> RunOutcome:
         atomic.publish_folder(write, run.folder.model)
         run.clock.mark("saving")
         summary.update(_summary(run, "finished"))  # with the time that writing took
-        atomic.write_json_atomic(run.folder.summary, run_folder.finite_or_null(summary))
+        atomic.write_json_atomic(run.folder.summary, run_logs.finite_or_null(summary))
 
     backend = run.task.backend
     with run.stop.defer(), whole_weights(run.task) as whole:

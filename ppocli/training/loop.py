@@ -267,7 +267,7 @@ def save(run: Run) -> None:
     task.backend.ranks.first_does(lambda: check_place(run))
     launchers.note_phase(f"saving step {state.step}")
     run.display.board.enter("saving")
-    saved = run_folder.finite_or_null(state.to_json())
+    saved = run_logs.finite_or_null(state.to_json())
 
     def put(write: Callable[[Path], None]) -> None:
         checkpoints.save_checkpoint(run.folder.checkpoints, state.step, run_id=run.run_id,
@@ -307,6 +307,7 @@ def keep_checkpoints(task: Task, run: run_folder.RunFolder, state: TrainState) -
     stands."""
     folder, cfg = run.checkpoints, task.cfg.checkpoint
     best = state.best.step if state.best and cfg.keep_best else None
-    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state)),
+    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state),
+                                       newest=state.step),
                       *retention.update_pointers(folder, latest=state.step, best=best)]:
         log.warning(complaint)

@@ -47,9 +47,9 @@ def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(command,
     command(*words("run_name=head", "ppo.num_steps=1"), code=0)
     (world / "notes").mkdir()
     for given, code, told in (
-            (("runs/none",), 3, "it was trained without a critic"),
-            (("runs/head", "model.value.kind=model"), 3, "is of kind head, not model"),
-            (("notes",), 3, "is no run of PPO"),
+            (("runs/none",), 3, "has no checkpoint with a value function"),
+            (("runs/head", "model.value.kind=model"), 3, "its kind is head"),
+            (("notes",), 3, "it is no run of PPO"),
             (("elsewhere",), 2, "name a run's folder"),
             (("runs/head/checkpoints/step-000009",), 2, "name a run's folder")):
         path, *more = given

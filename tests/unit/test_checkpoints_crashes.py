@@ -15,8 +15,9 @@ from checkpoint_samples import RUN, names, save, start_python, tree
 from ppocli.errors import DiskError
 from ppocli.runs import atomic
 from ppocli.runs.checkpoints import find_latest
-from ppocli.runs.retention import clean_staging, prune, supersede, update_pointers
-from ppocli.runs.run_folder import finite_or_null, probe_writable
+from ppocli.runs.retention import clean_staging, prune, update_pointers
+from ppocli.runs.run_folder import probe_writable
+from ppocli.runs.run_logs import finite_or_null
 
 SAVE_TWO = """
 import sys
@@ -44,7 +45,6 @@ def test_kill9_at_every_point_of_a_save(tmp_path: Path, point: str, newest: int)
     search = find_latest(tmp_path, run_id=RUN)
     assert (search.checkpoint.step, search.skipped) == (newest, ())
     assert tree(tmp_path / "step-000001") == first
-    del search  # it holds what it found
     said = clean_staging(tmp_path)
     assert len(said) == (1 if newest == 1 else 0)
     assert all(line.startswith("skipped .staging-000002-") for line in said)
@@ -253,7 +253,6 @@ def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
         prune(folder, 2, None)
     (folder / "step-000004" / "state.json").write_bytes(b"")
     returned = 3
-    assert supersede(folder, 3) == [4]
     save(folder, 4, floats=20)
     returned = 4
     save(folder, 4, floats=20, state={"evaluated": True})
@@ -267,16 +266,6 @@ def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
 
 
 # Full disks ---------------------------------------------------------------------------------------
-
-def test_one_full_disk_is_retried_after_making_room(tmp_path: Path, inject):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    supersede(tmp_path, 2)
-    inject("save.open@2:enospc")
-    save(tmp_path, 3)
-    assert find_latest(tmp_path, run_id=RUN).checkpoint.step == 3
-    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
-
 
 def test_a_disk_that_stays_full(tmp_path: Path, inject):
     inject("save.open:enospc")
@@ -319,7 +308,7 @@ except DiskError as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("library", "said"), [
-    ("none", "/x (needs 500 kB, "), ("safetensors", "File size limit reached writing"),
+    ("none", "File size limit reached writing"), ("safetensors", "File size limit reached writing"),
     ("torch", "Disk full writing step 2")])
 def test_a_file_size_limit(tmp_path: Path, library: str, said: str):
     save(tmp_path, 1)

@@ -17,7 +17,7 @@ from runs import make_world, words
 from ppocli.errors import StoppedError
 from ppocli.launch.open_run_folder import open_folder
 from ppocli.launch.worker import run_worker
-from ppocli.runs.run_folder import finite_or_null
+from ppocli.runs.run_logs import finite_or_null
 from ppocli.training.state import Moment, PhaseClock, TrainState, profile
 from ppocli.training.task import PythonObjects
 

@@ -274,12 +274,12 @@ def more_words(folder: Path) -> None:
 @pytest.mark.parametrize(("damage", "words"), [
     (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
     (lambda folder: write_config(folder, '{"model_type": '), "config.json is not valid JSON"),
-    (lambda folder: write_config(folder, "[]"), "config.json holds a JSON list"),
+    (lambda folder: write_config(folder, "[]"), "config.json is not valid JSON: it holds a list"),
     (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "No tokenizer in"),
     (lambda folder: (folder / "tokenizer.json").write_text("<html>"),
      "tokenizer.json is not valid JSON"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
-    (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
+    (lose_a_shard, "model-00001-of-00002.safetensors can't be read"),
     (other_sizes, "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
     (more_words, "17 tokens, but its model has only 15 embeddings"),
 ])

@@ -1,6 +1,5 @@
 """The lock of a run's folder."""
 
-import fcntl
 import json
 import os
 import signal
@@ -13,9 +12,8 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.runs import atomic, retention, run_folder
-from ppocli.runs.atomic import TEMPORARY_PREFIX, write_atomic
-from ppocli.runs.run_folder import live_owner, lock, lock_beside, reserved
+from ppocli.runs import run_folder
+from ppocli.runs.run_folder import live_owner, lock, reserved
 
 HOLD = """
 import sys, time
@@ -140,38 +138,3 @@ def test_of_processes_that_race_exactly_one_wins(tmp_path: Path, before: str):
     assert said.count("held\n") == 1
     holder = racers[said.index("held\n")]
     assert sum(f"in use by process {holder.pid} on" in line for line in said) == 4, said
-
-
-def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
-    target = tmp_path / "run" / "model"
-    code = HOLD.replace("import lock\n", "import lock_beside as lock\n").replace(
-        "sys.argv[1])", "sys.argv[1]), 'go away'")
-    holder = start_python(code, target, 60)
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(CheckpointError) as refused, lock_beside(target, "go away"):
-        pass
-    assert f"{target} is in use by process {holder.pid} on" in str(refused.value)
-    assert str(refused.value).endswith("or go away")
-    holder.kill()
-    holder.communicate()
-    with lock_beside(target, ""), pytest.raises(CheckpointError), lock_beside(target, ""):
-        pass  # not even by this process itself
-    with lock_beside(target.with_name("other"), ""):
-        pass
-    assert list(target.parent.iterdir()) == []
-
-
-def test_a_file_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
-    """Runs that start in one folder at one moment sweep it, each of them."""
-    locks, take = [], atomic.take
-
-    def late(descriptor: int, kind: int) -> bool:
-        locks.append(kind)
-        if len(locks) == 1:
-            retention.sweep(tmp_path, TEMPORARY_PREFIX)
-        return take(descriptor, kind)
-
-    monkeypatch.setattr(atomic, "take", late)
-    write_atomic(tmp_path / "note.txt", "mine")
-    assert locks.count(fcntl.LOCK_EX) == 1
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("note.txt", "mine")]

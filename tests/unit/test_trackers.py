@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 from helpers import refused
-from runs import wait_for
 from wandb_double import calls, forget_double, installed, put_double, steps_of
 
 from ppocli.config.schema import TrackingConfig
@@ -121,20 +120,6 @@ def test_whatever_fails_is_said_once(trouble, cause, folder, tmp_path, monkeypat
     (said,) = warnings_of(caplog)
     assert said.startswith(f"wandb: {cause}"), said
     assert said.endswith("The run does not depend on it; metrics.jsonl has everything.")
-
-
-def test_a_tracker_that_hangs_is_named_while_the_run_goes_on(folder, tmp_path, monkeypatch, caplog):
-    set_up(monkeypatch, put_double(tmp_path, "log hangs"))
-    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
-    monkeypatch.setattr(trackers, "SILENT_SECONDS", 0.1)
-    with trackers.open_trackers(TrackingConfig(["wandb"]), folder) as (tracker,):
-        tracker.row({"step": 0})
-        wait_for(lambda: calls(tmp_path, "log"))
-        tracker.row({"step": 1})  # hears that it was opened
-        time.sleep(0.2)
-        tracker.row({"step": 2})
-        assert "no answer for 0 seconds" in warnings_of(caplog)[0]
-    assert len(warnings_of(caplog)) == 1
 
 
 def test_what_does_not_keep_up_is_left_behind(folder, tmp_path, monkeypatch, caplog):
