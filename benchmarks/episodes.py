@@ -21,7 +21,7 @@ from machine import provenance
 from tables import marks, write_between
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ppocli.data.prompt_set import padded_left
+from ppocli.data.data_set import padded_left
 from ppocli.sampling.conversation import Conversation, KeptKeys
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.sampler import decode, decoded_turns

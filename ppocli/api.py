@@ -19,7 +19,8 @@ from ppocli.config.command_words import list_of_texts
 from ppocli.config.import_guard import join_working_directory
 from ppocli.config.text import Say
 from ppocli.data.sources import as_list
-from ppocli.distributed.stop import StopFlag, catch_signals
+from ppocli.distributed.ranks import StopFlag
+from ppocli.distributed.stop import catch_signals
 from ppocli.errors import ConfigError, InputError
 from ppocli.evaluation.eval_request import SAMPLES, EvalRequest
 from ppocli.launch import launch, open_run_folder, target_config

@@ -11,10 +11,9 @@ import torch
 from helpers import mask_of, refused, save_lm, write_prompts
 
 from ppocli.config.schema import TrainConfig
-from ppocli.data.columns import joined
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.data_set import PromptBatch, joined
 from ppocli.distributed.backend import open_ranks
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.models.layout import Sequences
 from ppocli.models.memory import Estimate, estimate, models_of
 from ppocli.ppo.experience import Experience, PPOState

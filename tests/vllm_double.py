@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,8 +24,8 @@ from helpers import running
 from safetensors.torch import load_file
 from sessions import session_of, small_config
 
-from ppocli.config.schema import ModelConfig, TrainConfig
-from ppocli.distributed.stop import StopFlag
+from ppocli.config.schema import ModelConfig, RolloutConfig, TrainConfig
+from ppocli.distributed.ranks import StopFlag
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.ppo.policy_samples import share_of_prompts
 from ppocli.ppo.session import Session
@@ -32,6 +33,7 @@ from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import load_decodable
 from ppocli.sampling.sampler import DecodeSampler, GenerationModel, decode
 from ppocli.sampling.samples import ROLLOUT, Samples, SamplingSpec
+from ppocli.sampling.vllm.server import Server
 from ppocli.sampling.vllm.server_process import served_name
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
@@ -182,13 +184,17 @@ def one_server(folder: Path, spoil: Any = lambda *_: None, engine: Engine | None
         yield session, engine
 
 
-def slow(seconds: float, route: str = "/inference/v1/generate") -> Spoilt:
-    """A server that takes its time for one route."""
-    def spoil(path: str, number: int, body: dict[str, Any]) -> None:
-        if path == route:
-            time.sleep(seconds)
+@contextmanager
+def answering(status: int, reply: Any, seconds: float = 0.0) -> Iterator[
+        tuple[Server, list[dict[str, Any]]]]:
+    """A server that answers everything alike, after some seconds; and what it is asked."""
+    def spoil(path: str, number: int, body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(seconds)
+        return status, reply
 
-    return spoil
+    nothing: Any = SimpleNamespace(asked=Counter(), bodies=[], headers=[])
+    with serving(nothing, spoil) as url:
+        yield Server(url, RolloutConfig(timeout=0.5)), nothing.bodies
 
 
 def dying(after: int) -> Spoilt:

@@ -15,20 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCABULARY, HIDDEN, INNER, LAYERS = 523, 256, 384, 3
 """of the models; beyond any number of positions that goes through them at once"""
-_NAMES = {"gpt2": {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_inner": INNER, "n_layer": LAYERS},
-          "llama": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER,
-                    "num_hidden_layers": LAYERS}}
 _MATMULS = ("mm", "addmm", "linear", "_linear_pointwise", "mkldnn_linear", "_addmm_activation")
 _OTHERS = ("bmm", "baddbmm", "_reorder_linear_weight")
 """matrix products of attention, which are not counted: their shapes are not those of a layer; and
 weights laid out anew, which is no product"""
 
 
-def save_work_lm(folder: Path, kind: str) -> None:
-    """A model of the shape that is counted, and prompts of several lengths, below ``folder``."""
-    save_lm(folder / "lm", kind, **_NAMES[kind])
+def save_work_lm(folder: Path) -> Path:
+    """A GPT-2 of the shape that is counted, and prompts of several lengths, below ``folder``."""
+    save_lm(folder / "lm", vocab_size=VOCABULARY, n_embd=HIDDEN, n_inner=INNER, n_layer=LAYERS)
     write_prompts(folder / "prompts.jsonl", ["the", "the film", "i saw it", "this plot was not so",
                                              "we", "you hated the film and the actor"])
+    return folder
 
 
 class _Product(NamedTuple):

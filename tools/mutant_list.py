@@ -147,7 +147,7 @@ ENGINE = (
     Mutant("waits_for_every_token", "ppocli/sampling/decode_state.py",
            'device.type == "cpu" else CHECK_EVERY', 'device.type == "cpu" else 1',
            ("tests/unit/test_accelerator.py::"
-            "test_what_runs_on_a_simulated_accelerator[test_waits.py-not slow]",)),
+            "test_what_runs_on_a_simulated_accelerator[not slow]",)),
     # storage
     Mutant("hash_unchecked", "ppocli/runs/retention.py",
            'verify == "full" or name', 'verify == "never" or name',

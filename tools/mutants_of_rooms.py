@@ -28,13 +28,13 @@ STORAGE = (
 DATA = (
     *noticed_by(
         "unit/test_data_prompt_set.py",
-        ("padding_counts", "data/prompt_set.py", ">= width - lengths[:, None]",
+        ("padding_counts", "data/data_set.py", ">= width - lengths[:, None]",
          "< width - lengths[:, None]", "test_batches_are_left_padded"),
-        ("one_order_for_all_passes", "data/prompt_set.py", "_order(n, seed, epoch)",
+        ("one_order_for_all_passes", "data/data_set.py", "_order(n, seed, epoch)",
          "_order(n, seed, 0)", "test_seeds_and_epochs_differ"),
         ("first_rows_evaluated", "data/prompt_set.py", "[i * count // picked for i",
          "[i for i", "test_without_own_source_they_are_spread_over_the_training_prompts"),
-        ("metadata_not_in_digest", "data/prompt_set.py",
+        ("metadata_not_in_digest", "data/data_set.py",
          "[ids, [self.columns[name][i] for name in names]]",
          "[ids, []]", "test_the_digest_notices_changes"),
         ("one_word_too_many", "data/chat_text.py", "[:spec.first_words]",

@@ -15,8 +15,9 @@ from ppocli.cli.generate import configured, loaded, make_request
 from ppocli.cli.options import Overrides, Run, option
 from ppocli.cli.output import complain, say, show_text, working
 from ppocli.config.text import clean, figure, unescaped
+from ppocli.distributed.ranks import StopRequested
 from ppocli.distributed.standard_output import put
-from ppocli.distributed.stop import StopRequested, catch_signals, signal_handlers
+from ppocli.distributed.stop import catch_signals, signal_handlers
 from ppocli.errors import ConfigError, PpocliError, StoppedError
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ from ppocli.cli.output import complain, print_json, say, show_text
 from ppocli.config import config_yaml, resume_policy, schema, tasks
 from ppocli.config.text import counted, did_you_mean, figure, pasted
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
-from ppocli.publish import console, live_view
+from ppocli.publish import live_view
 from ppocli.runs import environment, run_logs
 from ppocli.runs.episode import transcript_turns
 from ppocli.runs.record import is_run, read_run, sample_text, whole
 from ppocli.runs.run_folder import LOCK, RunFolder, live_owner, other_host
 from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
+from ppocli.training import console
 
 LAST = 5
 """steps of the past that are shown first"""

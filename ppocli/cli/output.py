@@ -19,12 +19,13 @@ from ppocli.config.text import (
     printable,
     user_line,
 )
+from ppocli.distributed.ranks import StopFlag, StopRequested
 from ppocli.distributed.standard_output import put, reserve_stdout, result_stream
-from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
+from ppocli.distributed.stop import catch_signals
 from ppocli.errors import ConfigError, DiskError, PpocliError, StoppedError
 
 if TYPE_CHECKING:
-    from ppocli.publish.console import DisplayMode
+    from ppocli.training.console import DisplayMode
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -225,8 +226,8 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
                 say(record.getMessage())
 
     from ppocli.config.import_guard import join_working_directory
-    from ppocli.publish.console import logging_to
     from ppocli.runs.model_files import quiet_transformers
+    from ppocli.training.console import logging_to
 
     quiet_transformers()
     join_working_directory()

@@ -43,7 +43,8 @@ def watch(
       ppocli watch --json | jq '.["reward/mean"]'
     """
     from ppocli.cli.follow import Follower, find_watched
-    from ppocli.publish.live_view import LiveView, Outlet
+    from ppocli.publish.live_view import LiveView
+    from ppocli.training.console import Outlet
 
     follower = Follower(find_watched(name), from_start, as_json)
     console = Outlet(result_stream())

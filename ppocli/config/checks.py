@@ -258,6 +258,9 @@ def _value_and_reference(config: schema.TrainConfig) -> Rules:
            "model.value.path, model.value.kind",
            f"a value function of kind {value.kind} is made from the policy, or starts as another "
            "PPO run's: name a run's folder, set model.value.kind=model, or leave the path out")
+    yield (value.kind == "adapter" and not peft, "model.value.kind, model.peft",
+           "the value function would be a second adapter, and there is no first: give model.peft "
+           "(model.peft.type=lora), or set model.value.kind=model")
     yield (value.kind == "branch" and value.num_layers_unfrozen < 1,
            "model.value.num_layers_unfrozen, model.value.kind",
            "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
@@ -312,6 +315,9 @@ def _optimizers(config: schema.TrainConfig) -> Rules:
         yield (zero and settings.name in tasks.UNSHARDED_OPTIMIZERS,
                f"{where}.name, hardware.zero_stage", f"{settings.name} needs whole weights, "
                f"and ZeRO shards its state: use {where}.name=adamw or hardware.zero_stage=0")
+    yield (zero and not import_guard.installed("deepspeed"), "hardware.zero_stage",
+           f"ZeRO needs DeepSpeed: {import_guard.pip_line('deepspeed')}, or set "
+           "hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
            "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
            "hardware.zero_stage=0")
@@ -364,7 +370,10 @@ def _adapter(config: schema.TrainConfig) -> Rules:
            "model.peft.bias, model.reference.kind", "biases of the base, which the reference has "
            "too, would train: leave bias out or set model.reference.kind=copy")
     yield (model.value.kind == "branch", "model.value.kind, model.peft", "a branch would copy and "
-           "train layers of the frozen base: set model.value.kind=head or =model")
+           "train layers of the frozen base: set model.value.kind=adapter, =head or =model")
+    yield (model.value.kind == "adapter" and settings.get("bias", "none") != "none",
+           "model.peft.bias, model.value.kind", "both adapters would train the same biases of the "
+           "base: leave bias out or set model.value.kind=model")
     yield (reference == "shared", "model.reference.kind, model.peft", "with an adapter the "
            "reference is the policy with the adapter switched off: model.reference.kind=auto")
 

@@ -58,9 +58,9 @@ class ReferenceConfig:
 
 @dataclass
 class ValueConfig:
-    kind: str = key("head", choices=("head", "branch", "model"), on_resume="refused")
-    """a 'head' on the policy's trunk, a 'branch' with top layers of its own, or a 'model' of its
-    own"""
+    kind: str = key("head", choices=("head", "branch", "adapter", "model"), on_resume="refused")
+    """a 'head' on the policy's trunk, a 'branch' with top layers of its own, an 'adapter' like
+    model.peft's on the same frozen base, or a 'model' of its own"""
     path: Optional[str] = key(None, on_resume="refused", holds="path")
     """kind=model: folder or Hub name, such as the reward model's (default: model.path); any kind: a
     PPO run or a checkpoint of one, as whose value function this one starts"""

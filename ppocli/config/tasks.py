@@ -8,7 +8,7 @@ from typing import Any
 
 from ppocli.builtin.names import shipped_table
 from ppocli.config import import_guard, schema, schema_training
-from ppocli.ppo.advantages import ESTIMATORS, Estimator
+from ppocli.ppo.advantages import ESTIMATORS
 
 DATA_TASKS = ("sft", "reward_model")
 """values of ``task.fn`` that train on a data set; each has a section of its name"""
@@ -122,14 +122,9 @@ def val_source(data: schema_training.DataConfig) -> str | None:
     return data.val if val_share(data) is None else None
 
 
-def estimator_of(ppo: schema.PPOConfig) -> Estimator:
-    """The advantage estimator's entry in the table of estimators."""
-    return ESTIMATORS[ppo.advantage]
-
-
 def needs_critic(config: schema.TrainConfig) -> bool:
     """Whether a value function is trained."""
-    return task_name(config) not in DATA_TASKS and estimator_of(config.ppo).needs_critic
+    return task_name(config) not in DATA_TASKS and ESTIMATORS[config.ppo.advantage].needs_critic
 
 
 def steers_rate(ppo: schema.PPOConfig) -> bool:
@@ -141,13 +136,13 @@ def steers_rate(ppo: schema.PPOConfig) -> bool:
 
 def kl_in(ppo: schema.PPOConfig) -> str:
     """``reward`` or ``loss``."""
-    return ppo.kl_in or estimator_of(ppo).kl_in
+    return ppo.kl_in or ESTIMATORS[ppo.advantage].kl_in
 
 
 def kl_estimator(ppo: schema.PPOConfig) -> str:
     """The name of the KL estimate. In the reward: k1. In the loss: k3+, whose gradient is that of
     the KL, or k3, GRPO's, for estimators without a critic; k1 would have no gradient on average."""
-    in_loss = "k3+" if estimator_of(ppo).needs_critic else "k3"
+    in_loss = "k3+" if ESTIMATORS[ppo.advantage].needs_critic else "k3"
     return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else in_loss)
 
 
@@ -163,7 +158,8 @@ def wants_entropy(ppo: schema.PPOConfig) -> bool:
 
 def whitens_advantages(ppo: schema.PPOConfig) -> bool:
     """Whether advantages are centred and scaled over the whole rollout."""
-    return estimator_of(ppo).whitened if ppo.whiten_advantages is None else ppo.whiten_advantages
+    chosen = ppo.whiten_advantages
+    return ESTIMATORS[ppo.advantage].whitened if chosen is None else chosen
 
 
 def decoding_scores(config: schema.TrainConfig) -> bool:

@@ -1,21 +1,14 @@
-"""The prompts of a run: loaded and tokenised once, served in left-padded batches. The prompts of a
-step depend on its position alone, so that a position is all that a resume needs."""
+"""The prompts of a run, loaded and tokenised once."""
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import chat_text
-from ppocli.data.columns import joined, rows_of
+from ppocli.data.data_set import PromptSet
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, evaluation_spec, open_rows, training_spec
 from ppocli.errors import InputError
@@ -24,114 +17,13 @@ _CHUNK = 4096
 """texts tokenised at once: uncut texts may have many times the tokens that are kept"""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBatch:
-    """B prompts, left-padded to Q tokens, from :meth:`PromptSet.batch` to the rollout."""
-
-    tokens: torch.Tensor
-    """[B, Q] int64 token ids; padding carries the pad id."""
-    mask: torch.Tensor
-    """[B, Q] bool, true on prompt tokens. Every row has at least one."""
-    texts: list[str]
-    """[B] the prompts as the reward gets them."""
-    columns: dict[str, list[Any]]
-    """metadata by column name, each of length B"""
-    episodes: list[int]
-    """[B] number of the sample within the run, on which its sampling noise depends"""
-    messages: list[list[dict[str, Any]]] = field(default_factory=list)
-    """[B] conversations, as of :class:`PromptSet`"""
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def first(self, count: int) -> Self:
-        """The first ``count`` rows, possibly none, with all padding."""
-        return rows_of(self, slice(count))
-
-    def rows(self, places: Sequence[int]) -> Self:
-        """The rows at ``places``, padded only to the longest of them."""
-        batch = rows_of(self, list(places))
-        longest = max(int(batch.mask.sum(1).max()), 1)
-        return replace(batch, tokens=batch.tokens[:, -longest:], mask=batch.mask[:, -longest:])
-
-    @staticmethod
-    def joined(parts: "Sequence[PromptBatch]") -> "PromptBatch":
-        """The rows of several batches, padded to the widest."""
-        width = max(part.tokens.shape[1] for part in parts)
-
-        def widened(part: PromptBatch) -> PromptBatch:
-            pad = partial(torch.nn.functional.pad, pad=(width - part.tokens.shape[1], 0))
-            return replace(part, tokens=pad(part.tokens), mask=pad(part.mask))
-        return joined(list(map(widened, parts)))
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSet:
-    """n tokenised prompts, from the loaders below to rollout and evaluation."""
-
-    token_ids: list[list[int]]
-    """n lists of token ids, none empty, unpadded"""
-    texts: list[str]
-    """n prompts as the reward gets them: the text of the tokens, without BOS"""
-    columns: dict[str, list[Any]]
-    """metadata by column name, each of length n"""
-    notes: tuple[str, ...]
-    """sentences for the user about prompts that were dropped or cut, and settings without effect"""
-    eval_rows: tuple[Row, ...] = ()
-    """at most ``prompts.eval.limit`` raw rows, spread evenly over the set: the evaluation prompts
-    unless others are configured; empty if the prompts are the BOS token alone"""
-    messages: list[list[dict[str, Any]]] = field(default_factory=list)
-    """n prompts as conversations, if the chat template rendered them; else empty"""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def batch(self, indices: Sequence[int], episodes: Sequence[int], pad_id: int) -> PromptBatch:
-        """B prompts, left-padded to the longest of them.
-
-        Args:
-            indices: [B] positions in this set; may repeat.
-            episodes: [B] numbers of the samples within the run.
-            pad_id: id in padded places; any valid id works, since they are masked.
-        """
-        rows = self.rows(indices)
-        tokens, mask = padded_left(rows.token_ids, pad_id)
-        return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
-
-    def rows(self, places: Sequence[int]) -> Self:
-        """The prompts at ``places``, with the notes of the whole set."""
-        return rows_of(self, list(places))
-
-    def digest(self) -> str:
-        """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run has the same.
-
-        Texts are left out, since they follow from the ids. Of metadata that JSON can't hold, such
-        as an object passed from Python, only the type counts, and of a date also its text.
-        """
-        sha, names = hashlib.sha256(), sorted(self.columns)
-        rows = ([ids, [self.columns[name][i] for name in names]]
-                for i, ids in enumerate(self.token_ids))
-        for row in chain([names], rows):
-            sha.update(json.dumps(_canonical(row), separators=(",", ":")).encode() + b"\n")
-        return sha.hexdigest()
-
-
-def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, [B, Q] each, padded on the left to the longest of B rows."""
-    width = max(map(len, rows), default=0)
-    tokens = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows],
-                          dtype=torch.int64).reshape(len(rows), width)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return tokens, torch.arange(width)[None, :] >= width - lengths[:, None]
-
-
 def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
                  items: list[Any] | None = None, whole: bool = False) -> PromptSet:
     """The training prompts.
 
     Rows come from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt: the BOS
     token alone, with the text "". Blank prompts are dropped, duplicates kept, long prompts cut or,
-    with ``cfg.overlong=drop``, dropped; the notes count them. :func:`prompt_indices` applies
+    with ``cfg.overlong=drop``, dropped; the notes count them. ``prompt_indices`` applies
     ``cfg.shuffle``.
 
     Args:
@@ -184,33 +76,6 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
     prompts = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
                      notes=notes, whole=whole)
     return prompts.rows(_evenly(len(prompts), cfg.eval.limit))
-
-
-def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
-    """Indices of the prompts at positions ``start`` to ``start + count - 1`` of the endless order.
-
-    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in the order
-    of their source or, shuffled, in a permutation that depends on (seed, epoch) alone.
-
-    Args:
-        start: first position, at least 0: the number of prompts used before.
-        count: number of positions; may span several epochs.
-        n: size of the prompt set, at least 1.
-        seed: at least 0.
-        shuffle: use a new permutation in each epoch.
-    """
-    indices: list[int] = []
-    end = start + count
-    for epoch in range(start // n, -(-end // n)):
-        order = _order(n, seed, epoch) if shuffle else np.arange(n)
-        indices += order[max(start - epoch * n, 0):end - epoch * n].tolist()
-    return indices
-
-
-@lru_cache(2)
-def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The permutation of an epoch; cached, since each of many steps takes a part of it."""
-    return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 # Tokens -------------------------------------------------------------------------------------------
@@ -384,15 +249,3 @@ def _evenly(count: int, most: int) -> list[int]:
     return [i * count // picked for i in range(picked)]
 
 
-def _canonical(value: Any) -> Any:
-    """``value`` in lists, texts, numbers, booleans and None, the same in every process."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_canonical(cell) for cell in value]
-    if isinstance(value, Mapping):
-        pairs = ([str(name), _canonical(cell)] for name, cell in value.items())
-        return ["map", *sorted(pairs, key=lambda pair: pair[0])]
-    if hasattr(value, "tolist"):  # numpy and torch
-        return _canonical(value.tolist())
-    return [type(value).__qualname__, value.isoformat() if hasattr(value, "isoformat") else ""]

@@ -1,23 +1,15 @@
 """How this process was launched: torchrun, accelerate, DeepSpeed, srun or ppocli itself may have
-started it as one of several. Also the files in which ranks that ppocli has started report to the
-process that started them.
+started it as one of several.
 
 Only this module reads the variables of launchers. Nothing heavy is imported.
 """
 
-import json
 import os
 import re
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ppocli.errors import ConfigError, PpocliError
+from ppocli.errors import ConfigError
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # step numbers that Slurm gives to a batch script and to an interactive shell
@@ -129,115 +121,3 @@ def _int_of(environ: Mapping[str, str], name: str, default: int | None = None) -
                           where=name, fix="start the run through torchrun, accelerate launch, "
                           f"deepspeed or srun, which set it; or unset {name} for one process")
     return int(text)
-
-
-# Reports of ranks that ppocli has started ---------------------------------------------------------
-
-@dataclass(frozen=True, slots=True)
-class RankOutcome:
-    """How a rank ended. The rank writes it, and the process that started it reads it."""
-
-    rank: int
-    code: int
-    """the exit code the command should end with"""
-    message: str = ""
-    """of the error, empty if there was none"""
-    trace: str = ""
-    """traceback of an unexpected exception"""
-    at: float = field(default_factory=time.time)
-    """seconds since the epoch, to find the first failure"""
-    phase: str = ""
-    """where it was, as ``step 3, optimize``"""
-    lost: bool = False
-    """whether it only reports that another rank is gone or doesn't answer"""
-    error_code: str = PpocliError.code
-    """kind of the error, see :mod:`ppocli.errors`"""
-
-
-def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
-    """Run ``work`` and return how it ended: errors of all kinds become an outcome; its result is
-    dropped."""
-    try:
-        work()
-    except PpocliError as error:
-        return RankOutcome(rank, error.exit_code, str(error), error_code=error.code)
-    except KeyboardInterrupt:
-        return RankOutcome(rank, 128 + signal.SIGINT, "interrupted")
-    except SystemExit as leaving:
-        return RankOutcome(rank, leaving.code if isinstance(leaving.code, int)
-                           else int(leaving.code is not None))
-    except Exception as error:
-        from ppocli.distributed.ranks import is_lost_neighbour
-
-        return RankOutcome(rank, 1, f"{type(error).__name__}: {error}", traceback.format_exc(),
-                           lost=is_lost_neighbour(error))
-    return RankOutcome(rank, 0)
-
-
-class _Reports:
-    """Of this process."""
-
-    folder: Path | None = None
-    phase = ""
-
-
-def report_to(folder: str) -> None:
-    """Report to the process that started this rank, in files of this folder."""
-    _Reports.folder = Path(folder)
-
-
-def _report(name: str, text: str) -> None:
-    if (folder := _Reports.folder) is not None:
-        with suppress(OSError):  # a full disk for temporary files is no reason to end
-            (folder / f"{name}-{my_rank()}").write_text(text, encoding="utf-8")
-
-
-def announce() -> None:
-    """Report this rank's pid: from now on it can receive signals."""
-    _report("pid", str(os.getpid()))
-
-
-def note_phase(phase: str) -> None:
-    """Record what this rank is doing, in case it never reports again."""
-    _Reports.phase = phase
-    _report("phase", phase)
-
-
-def my_phase() -> str:
-    """The phase that this process is in; empty before the first."""
-    return _Reports.phase
-
-
-def write_outcome(outcome: RankOutcome) -> None:
-    """Report a rank's outcome to the process that started it."""
-    from ppocli.config.secrets import safe_text  # the command line starts without OmegaConf
-
-    redacted = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
-    assert _Reports.folder is not None
-    try:
-        (_Reports.folder / f"outcome-{outcome.rank}").write_text(json.dumps(asdict(redacted)),
-                                                                 encoding="utf-8")
-    except OSError:  # the disk is full: print it instead
-        sys.stderr.write(f"{redacted.trace}rank {redacted.rank}: {redacted.message}\n")
-
-
-def read_reports(folder: Path, name: str) -> dict[int, str]:
-    """The newest report of each rank.
-
-    Args:
-        name: ``pid``, ``phase`` or ``outcome``.
-    """
-    reports = {}
-    for path in folder.glob(f"{name}-*"):
-        with suppress(OSError, ValueError):
-            reports[int(path.name.rpartition("-")[2])] = path.read_text(encoding="utf-8")
-    return reports
-
-
-def read_outcomes(folder: Path) -> list[RankOutcome]:
-    """The outcomes of the ranks, the earliest first."""
-    outcomes = []
-    for text in read_reports(folder, "outcome").values():
-        with suppress(ValueError, TypeError):
-            outcomes.append(RankOutcome(**json.loads(text)))
-    return sorted(outcomes, key=lambda outcome: outcome.at)

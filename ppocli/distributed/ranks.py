@@ -1,4 +1,5 @@
-"""All collectives: what the processes of one run exchange.
+"""All collectives: what the processes of one run exchange, how they stop together, and what each
+reports to the process that started it.
 
 Every process draws the same prompts, holds the same state between steps and decides alike, because
 what differs (samples, loss terms, a failed write) is exchanged here. With one process each of these
@@ -7,10 +8,19 @@ is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ppocli.distributed.launchers import my_rank
 from ppocli.errors import OutOfMemoryError, PpocliError
 
 if TYPE_CHECKING:
@@ -144,6 +154,66 @@ class Ranks:
         return shard + list(rows[-1:]) * (size - len(shard)), len(shard)
 
 
+# Stopping together --------------------------------------------------------------------------------
+
+class StopRequested(BaseException):
+    """Raised by :meth:`StopFlag.check`. Not an ``Exception``, as ``KeyboardInterrupt`` isn't:
+    code that survives failing trackers or rewards must not survive this.
+
+    Args:
+        signal_number: ``SIGINT`` or ``SIGTERM`` (a hang-up counts as ``SIGTERM``).
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+class StopFlag:
+    """Whether, and by which signal, the run was asked to stop."""
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        """the first signal's number; stays set, also inside :meth:`defer`"""
+        self._deferred = 0
+        self.ranks = Ranks()
+        """the processes that have to stop together; set once they have met"""
+
+    def request(self, signal_number: int) -> None:
+        """Ask for a stop; only the first request counts."""
+        if self.requested is None:
+            self.requested = signal_number
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
+
+        With several ranks this does nothing: one that left alone would leave the others waiting in
+        a collective. They stop where they :meth:`meet`.
+        """
+        if self.requested is not None and not self._deferred and self.ranks.world == 1:
+            raise StopRequested(self.requested)
+
+    def meet(self) -> None:
+        """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
+        by every rank in step."""
+        if self.ranks.world > 1:
+            signal_number = max(self.ranks.gather(self.requested or 0))
+            if signal_number and not self._deferred:
+                self.request(signal_number)
+                raise StopRequested(signal_number)
+        self.check()
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Inside the block ``check`` doesn't raise: for a unit of work that must be finished, such
+        as the save made because of the stop. Leaving the block raises nothing by itself."""
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+
+
 def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
     """Items that :meth:`Ranks.share` assigned round-robin, a list of each rank, in their original
     order."""
@@ -169,3 +239,115 @@ def is_lost_neighbour(error: BaseException) -> bool:
     # operations that had begun when another one waited too long
     return isinstance(error, RuntimeError) and any(
         text in str(error) for text in ("gloo", "Application timeout caused pair closure"))
+
+
+# Reports of ranks that ppocli has started, in files that the process reads that started them -----
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """How a rank ended. The rank writes it, and the process that started it reads it."""
+
+    rank: int
+    code: int
+    """the exit code the command should end with"""
+    message: str = ""
+    """of the error, empty if there was none"""
+    trace: str = ""
+    """traceback of an unexpected exception"""
+    at: float = field(default_factory=time.time)
+    """seconds since the epoch, to find the first failure"""
+    phase: str = ""
+    """where it was, as ``step 3, optimize``"""
+    lost: bool = False
+    """whether it only reports that another rank is gone or doesn't answer"""
+    error_code: str = PpocliError.code
+    """kind of the error, see :mod:`ppocli.errors`"""
+
+
+def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
+    """Run ``work`` and return how it ended: errors of all kinds become an outcome; its result is
+    dropped."""
+    try:
+        work()
+    except PpocliError as error:
+        return RankOutcome(rank, error.exit_code, str(error), error_code=error.code)
+    except KeyboardInterrupt:
+        return RankOutcome(rank, 128 + signal.SIGINT, "interrupted")
+    except SystemExit as leaving:
+        return RankOutcome(rank, leaving.code if isinstance(leaving.code, int)
+                           else int(leaving.code is not None))
+    except Exception as error:
+        from ppocli.distributed.ranks import is_lost_neighbour
+
+        return RankOutcome(rank, 1, f"{type(error).__name__}: {error}", traceback.format_exc(),
+                           lost=is_lost_neighbour(error))
+    return RankOutcome(rank, 0)
+
+
+class _Reports:
+    """Of this process."""
+
+    folder: Path | None = None
+    phase = ""
+
+
+def report_to(folder: str) -> None:
+    """Report to the process that started this rank, in files of this folder."""
+    _Reports.folder = Path(folder)
+
+
+def _report(name: str, text: str) -> None:
+    if (folder := _Reports.folder) is not None:
+        with suppress(OSError):  # a full disk for temporary files is no reason to end
+            (folder / f"{name}-{my_rank()}").write_text(text, encoding="utf-8")
+
+
+def announce() -> None:
+    """Report this rank's pid: from now on it can receive signals."""
+    _report("pid", str(os.getpid()))
+
+
+def note_phase(phase: str) -> None:
+    """Record what this rank is doing, in case it never reports again."""
+    _Reports.phase = phase
+    _report("phase", phase)
+
+
+def my_phase() -> str:
+    """The phase that this process is in; empty before the first."""
+    return _Reports.phase
+
+
+def write_outcome(outcome: RankOutcome) -> None:
+    """Report a rank's outcome to the process that started it."""
+    from ppocli.config.secrets import safe_text  # the command line starts without OmegaConf
+
+    redacted = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
+    assert _Reports.folder is not None
+    try:
+        (_Reports.folder / f"outcome-{outcome.rank}").write_text(json.dumps(asdict(redacted)),
+                                                                 encoding="utf-8")
+    except OSError:  # the disk is full: print it instead
+        sys.stderr.write(f"{redacted.trace}rank {redacted.rank}: {redacted.message}\n")
+
+
+def read_reports(folder: Path, name: str) -> dict[int, str]:
+    """The newest report of each rank.
+
+    Args:
+        name: ``pid``, ``phase`` or ``outcome``.
+    """
+    reports = {}
+    for path in folder.glob(f"{name}-*"):
+        with suppress(OSError, ValueError):
+            reports[int(path.name.rpartition("-")[2])] = path.read_text(encoding="utf-8")
+    return reports
+
+
+def read_outcomes(folder: Path) -> list[RankOutcome]:
+    """The outcomes of the ranks, the earliest first."""
+    outcomes = []
+    for text in read_reports(folder, "outcome").values():
+        with suppress(ValueError, TypeError):
+            outcomes.append(RankOutcome(**json.loads(text)))
+    return sorted(outcomes, key=lambda outcome: outcome.at)

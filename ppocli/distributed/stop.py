@@ -1,4 +1,5 @@
-"""Stopping on request: signals set a flag, the work polls it at places where stopping is safe.
+"""Stopping on request: signals set a flag (:class:`~ppocli.distributed.ranks.StopFlag`), which the
+work polls at places where stopping is safe.
 
 A handler does nothing but set the flag: no files, no collectives. The second signal leaves at once.
 """
@@ -14,66 +15,8 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppocli.distributed.ranks import Ranks
+from ppocli.distributed.ranks import StopFlag
 from ppocli.distributed.standard_output import result_stream
-
-
-class StopRequested(BaseException):
-    """Raised by :meth:`StopFlag.check`. Not an ``Exception``, as ``KeyboardInterrupt`` isn't:
-    code that survives failing trackers or rewards must not survive this.
-
-    Args:
-        signal_number: ``SIGINT`` or ``SIGTERM`` (a hang-up counts as ``SIGTERM``).
-    """
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
-        self.signal_number = signal_number
-
-
-class StopFlag:
-    """Whether, and by which signal, the run was asked to stop."""
-
-    def __init__(self) -> None:
-        self.requested: int | None = None
-        """the first signal's number; stays set, also inside :meth:`defer`"""
-        self._deferred = 0
-        self.ranks = Ranks()
-        """the processes that have to stop together; set once they have met"""
-
-    def request(self, signal_number: int) -> None:
-        """Ask for a stop; only the first request counts."""
-        if self.requested is None:
-            self.requested = signal_number
-
-    def check(self) -> None:
-        """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
-
-        With several ranks this does nothing: one that left alone would leave the others waiting in
-        a collective. They stop where they :meth:`meet`.
-        """
-        if self.requested is not None and not self._deferred and self.ranks.world == 1:
-            raise StopRequested(self.requested)
-
-    def meet(self) -> None:
-        """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
-        by every rank in step."""
-        if self.ranks.world > 1:
-            signal_number = max(self.ranks.gather(self.requested or 0))
-            if signal_number and not self._deferred:
-                self.request(signal_number)
-                raise StopRequested(signal_number)
-        self.check()
-
-    @contextmanager
-    def defer(self) -> Iterator[None]:
-        """Inside the block ``check`` doesn't raise: for a unit of work that must be finished, such
-        as the save made because of the stop. Leaving the block raises nothing by itself."""
-        self._deferred += 1
-        try:
-            yield
-        finally:
-            self._deferred -= 1
 
 
 def stop_when_closed(descriptor: int) -> None:

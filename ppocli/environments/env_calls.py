@@ -18,7 +18,7 @@ from ppocli.config.schema import EnvConfig
 from ppocli.config.text import error_line, error_text, raised_at, short_path
 from ppocli.config.user_code import shorten
 from ppocli.data.chat_text import rendered_chat
-from ppocli.data.prompt_set import PromptBatch, PromptSet
+from ppocli.data.data_set import PromptBatch, PromptSet
 from ppocli.environments.registry import EnvironmentClass
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.calls import STOPS, torch_modes_kept

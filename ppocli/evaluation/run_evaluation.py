@@ -17,7 +17,7 @@ from ppocli.config import config_yaml, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import counted, first_line
 from ppocli.distributed.backend import Backend, open_backend
-from ppocli.distributed.stop import StopFlag, StopRequested
+from ppocli.distributed.ranks import StopFlag, StopRequested
 from ppocli.environments.registry import code_files
 from ppocli.errors import ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import eval_request as files

@@ -9,8 +9,8 @@ from typing import Any
 
 from ppocli.config import resume_policy, secrets, tasks
 from ppocli.config.text import pasted
-from ppocli.distributed.launchers import my_phase, my_rank
-from ppocli.distributed.stop import StopRequested
+from ppocli.distributed.launchers import my_rank
+from ppocli.distributed.ranks import StopRequested, my_phase
 from ppocli.errors import (
     DivergedError,
     OutOfMemoryError,
@@ -20,7 +20,7 @@ from ppocli.errors import (
     StoppedError,
 )
 from ppocli.launch.local_ranks import RunOutcome
-from ppocli.publish.console import closing_table
+from ppocli.publish.live_view import closing_table
 from ppocli.runs import atomic, checkpoints, run_logs
 from ppocli.runs.record import eval_samples
 from ppocli.training import loop

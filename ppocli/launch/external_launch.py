@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config import command_words, schema, secrets
-from ppocli.distributed.launchers import Launched, RankOutcome, outcome_of
+from ppocli.distributed.launchers import Launched
+from ppocli.distributed.ranks import RankOutcome, outcome_of
 from ppocli.errors import ConfigError
 from ppocli.launch.local_ranks import Start
 

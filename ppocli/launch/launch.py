@@ -23,7 +23,7 @@ from ppocli.launch.local_ranks import RunOutcome, Start
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
-    from ppocli.publish.console import DisplayMode
+    from ppocli.training.console import DisplayMode
     from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")

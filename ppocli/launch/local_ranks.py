@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config import config_yaml, resume_policy, schema
 from ppocli.config.text import pasted
-from ppocli.distributed import launchers, stop
-from ppocli.distributed.launchers import RankOutcome
+from ppocli.distributed import ranks, stop
+from ppocli.distributed.ranks import RankOutcome
 from ppocli.errors import PpocliError, StoppedError
 from ppocli.runs.atomic import read_json
 from ppocli.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from ppocli.publish.console import DisplayMode
+    from ppocli.training.console import DisplayMode
 
 _MODULE = ("-P", "-m", "ppocli.launch.worker")
 
@@ -135,8 +135,8 @@ def run_ranks(start: Start, hardware: schema.HardwareConfig) -> RunOutcome:
             except OSError as error:
                 raise PpocliError(f"A process of the run couldn't be started: {error}",
                                   where=sys.executable) from error
-            failure = conclude(local, launchers.read_outcomes(local.reports),
-                               launchers.read_reports(local.reports, "phase"), _go_on(start))
+            failure = conclude(local, ranks.read_outcomes(local.reports),
+                               ranks.read_reports(local.reports, "phase"), _go_on(start))
     finally:
         for name in added:
             os.environ.pop(name, None)
@@ -159,12 +159,12 @@ def _attend(local: LocalRanks, ending: Future[None], signals: list[int]) -> None
     while not ending.done():
         wait([ending], timeout=0.1)
         pids = {rank: int(text) for rank, text in
-                launchers.read_reports(local.reports, "pid").items() if text}
+                ranks.read_reports(local.reports, "pid").items() if text}
         for rank, pid in pids.items():
             for number in signals[num_sent[rank]:]:
                 num_sent[rank] += 1
                 _send(pid, number)
-        outcomes = launchers.read_outcomes(local.reports)
+        outcomes = ranks.read_outcomes(local.reports)
         if failed_at is None and any(0 < outcome.code < 128 for outcome in outcomes):
             failed_at = monotonic()
         if failed_at is not None and monotonic() > failed_at + local.grace:

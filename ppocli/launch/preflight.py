@@ -13,7 +13,7 @@ from ppocli.config import config_yaml
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import clean, figure
 from ppocli.distributed.backend import open_backend
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.ppo import policy_samples
 from ppocli.ppo.ppo_task import PPOTask

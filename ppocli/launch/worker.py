@@ -23,16 +23,26 @@ from ppocli.config import config_yaml, deepspeed, resume_policy, schema, tasks
 from ppocli.config.import_guard import limit
 from ppocli.distributed import host_memory, launchers
 from ppocli.distributed.backend import Backend, open_ranks
-from ppocli.distributed.stop import StopFlag, catch_signals, leave_at_once, stop_when_orphaned
+from ppocli.distributed.ranks import (
+    StopFlag,
+    announce,
+    my_phase,
+    note_phase,
+    outcome_of,
+    report_to,
+    write_outcome,
+)
+from ppocli.distributed.stop import catch_signals, leave_at_once, stop_when_orphaned
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.exit_handling import publish, save_on_exit
 from ppocli.launch.local_ranks import RunOutcome, Start
 from ppocli.models.loading.tokenizer import present, tells_date
-from ppocli.publish.console import Display, open_display, open_silence
+from ppocli.publish.live_view import open_display
 from ppocli.publish.trackers import check_trackers, open_trackers
 from ppocli.runs import atomic, environment, model_files, retention, run_folder
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.training import loop
+from ppocli.training.console import Display, open_silence
 from ppocli.training.state import (
     Generators,
     Moment,
@@ -74,8 +84,8 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
     # limit Slurm sends one to all of them
     twice = store is not None or "SLURM_JOB_ID" in os.environ
     with _held(start, folder) as display, catch_signals(2.0 if twice else 0.0) as stop:
-        launchers.announce()
-        launchers.note_phase(_MEETING)
+        announce()
+        note_phase(_MEETING)
         model_files.quiet_transformers()
         with open_ranks(cfg, folder.path if start.resume else None, store) as backend:
             ranks = stop.ranks = backend.ranks
@@ -84,7 +94,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
             with _open_run(start, folder, objects, backend, stop, display, began) as run:
                 with save_on_exit(run):
                     loop.run_training(run)
-                    launchers.note_phase("writing the model")
+                    note_phase("writing the model")
                 return publish(run)
 
 
@@ -165,7 +175,7 @@ def _load(start: Start, folder: run_folder.RunFolder, objects: PythonObjects | N
     cfg, ranks = start.config, backend.ranks
     # rewards use these generators: ranks must not share a seed
     seed_generators(cfg.seed + ranks.rank)
-    launchers.note_phase("loading")
+    note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
     ranks.first_does(lambda: check_own_classes(cfg))
     date = cfg.model.chat_template_date or ranks.first_does(
@@ -242,7 +252,7 @@ def _patience(cfg: schema.TrainConfig) -> float:
     haven't met never will: their parent held the store they meet at."""
     if launchers.launched_world() == 1:
         return 0.0
-    return 5.0 if launchers.my_phase() == _MEETING else float(cfg.hardware.timeout_seconds)
+    return 5.0 if my_phase() == _MEETING else float(cfg.hardware.timeout_seconds)
 
 
 def main(argv: list[str]) -> int:
@@ -251,10 +261,10 @@ def main(argv: list[str]) -> int:
 
     A stop exits with 0: after a failure torch's agent would end ranks that are still saving.
     """
-    launchers.report_to(json.loads(argv[1])["reports"])
-    outcome = launchers.outcome_of(launchers.my_rank(), lambda: run_worker(
+    report_to(json.loads(argv[1])["reports"])
+    outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
         Start.read(argv), own_process=True))
-    launchers.write_outcome(replace(outcome, phase=launchers.my_phase()))
+    write_outcome(replace(outcome, phase=my_phase()))
     return 0 if outcome.code > 128 else outcome.code
 
 

@@ -61,9 +61,9 @@ class Vocabulary:
     def _gaps(self) -> torch.Tensor:
         return torch.tensor(self.gaps, dtype=torch.long)
 
-    def gaps_on(self, device: torch.device) -> torch.Tensor | None:
-        """[n] the gaps on a device; None without any."""
-        return to_device(self._gaps, device) if self.gaps else None
+    def gaps_on(self, device: torch.device) -> torch.Tensor:
+        """[n] the gaps on a device."""
+        return to_device(self._gaps, device)
 
     def lacks(self, ids: torch.Tensor) -> torch.Tensor:
         """Which ids on the CPU have no token: bool, of the same shape."""
@@ -74,7 +74,7 @@ class Vocabulary:
         """Logits [..., size] of [..., rows]: without the spare rows, the gaps at ``ABSENT``.
 
         Args:
-            gaps: of :meth:`gaps_on`, where the logits are.
+            gaps: of :meth:`gaps_on`, where the logits are; None without any.
         """
         logits = logits[..., :self.size]
         return logits if gaps is None else logits.float().index_fill(-1, gaps, ABSENT)
@@ -148,7 +148,7 @@ class HeadWeights(NamedTuple):
         return HeadWeights(
             layer.weight, getattr(layer, "bias", None), LogitMap.of(lm), product_of(layer),
             0 if all_rows else vocabulary.rows - vocabulary.size,
-            None if all_rows else vocabulary.gaps_on(layer.weight.device))
+            None if all_rows or not vocabulary.gaps else vocabulary.gaps_on(layer.weight.device))
 
     def as_now(self) -> HeadWeights:
         """The same without gradients; stays when the layer's own tensors are swapped."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppocli.data.columns import joined, rows_of
+from ppocli.data.data_set import joined, rows_of
 from ppocli.distributed.backend import to_device
 
 PACK_ABOVE = 0.03

@@ -34,7 +34,7 @@ from ppocli.models.head import CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.kernels import PACKED_BYTES
 from ppocli.models.loading import model_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype, outline, read_config
-from ppocli.models.loading.load_adapters import attach, peft_config
+from ppocli.models.loading.load_adapters import ValueAdapter, attach, peft_config
 from ppocli.models.policy import ValueHead
 from ppocli.models.trunk import (
     RELATIVE_POSITIONS,
@@ -61,7 +61,7 @@ class Models(NamedTuple):
     lm: Any
     value_head: nn.Module | None
     value_trunk: Any
-    """a value model's trunk, or the layers of a value branch"""
+    """a value model's trunk, the layers of a value branch, or a value adapter"""
 
 
 class Part(NamedTuple):
@@ -160,6 +160,8 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
         freeze_lower_layers(lm, model.num_layers_unfrozen)
         if kind == "branch":
             trunk = copy.deepcopy(layer_stack(lm)[-value.num_layers_unfrozen:]).requires_grad_(True)
+        elif kind == "adapter":
+            trunk = ValueAdapter(lm)
         elif kind == "model":
             key = "model.value.path" if value.path else "model.path"
             trunk = _outline(value_start(model), key, kind=transformers.AutoModel)
@@ -319,7 +321,9 @@ def _activations(cfg: schema.TrainConfig, models: Models, prompt: int, new: int)
     pair, depth = config.is_encoder_decoder, config.num_hidden_layers
     if cfg.model.gradient_checkpointing:  # of each layer its input
         return 4 * depth * (prompt + new) * state_width(models.lm)
-    for trunk in [lm for lm in (models.lm, models.value_trunk) if lm is not None]:
+    # a value adapter's pass runs the policy's model again
+    value = models.lm if isinstance(models.value_trunk, ValueAdapter) else models.value_trunk
+    for trunk in [lm for lm in (models.lm, value) if lm is not None]:
         matrices, trains = _matrices(trunk), False
         for name, weight in trunk.named_parameters():
             trains |= weight.requires_grad  # below the first that trains nothing is kept

@@ -1,6 +1,6 @@
 """The policy: a causal language model and, unless the advantages need none, its value function,
-which may have layers of its own: a branch that leaves the policy's trunk near its top, or a whole
-second model."""
+which may have layers of its own: a branch that leaves the policy's trunk near its top, a second
+adapter on the policy's frozen base, or a whole second model."""
 
 import copy
 import logging
@@ -16,7 +16,7 @@ from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.models import trunk as stacks
 from ppocli.models.head import HeadWeights, OtherHead, TokenFigures, full_kl, token_logprobs
 from ppocli.models.layout import RowBatch, SequenceBatch
-from ppocli.models.loading.load_adapters import enable_adapter
+from ppocli.models.loading.load_adapters import ValueAdapter, enable_adapter
 from ppocli.models.trunk import (
     SplitPoint,
     has_encoder,
@@ -143,7 +143,7 @@ class Policy(nn.Module):
     """
 
     def __init__(self, lm: Any, value_head: ValueHead | ScoreHead | None,
-                 value_trunk: ValueBranch | ValueModel | None = None) -> None:
+                 value_trunk: ValueBranch | ValueModel | ValueAdapter | None = None) -> None:
         super().__init__()
         self.lm, self.value_head, self.value_trunk = lm, value_head, value_trunk
         self.split: stacks.SplitPoint | None = None
@@ -153,16 +153,24 @@ class Policy(nn.Module):
         """Whether the states that a token is sampled from give its value too."""
         return self.value_head is not None and self.value_trunk is None
 
+    @property
+    def values_apart(self) -> bool:
+        """Whether values come from a pass of their own, which needs nothing of the policy's."""
+        return self.value_trunk is not None and self.value_trunk.split is None
+
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """[N, D] states that predict the batch's response tokens, and what the value function can
         start from."""
-        lm, value_trunk = self.lm, self.value_trunk
-        if batch.frozen_states is not None and self.split is not None:
-            lm = self.split.resumed(lm, batch.frozen_states)
-        if value_trunk is None or value_trunk.split is None:
-            return response_hidden(lm, batch), []
-        with stacks.inputs_at(value_trunk.split, self.lm) as shared:
+        lm = self._entered(batch)
+        split = None if self.value_trunk is None else self.value_trunk.split
+        with stacks.inputs_at(split, self.lm) as shared:
             return response_hidden(lm, batch), shared
+
+    def _entered(self, batch: SequenceBatch) -> Any:
+        """The model as a pass over the batch enters it: at the split, if the batch brings that."""
+        if batch.frozen_states is None or self.split is None:
+            return self.lm
+        return self.split.resumed(self.lm, batch.frozen_states)
 
     def values(self, batch: SequenceBatch, hidden: torch.Tensor | None,
                shared: list[torch.Tensor]) -> torch.Tensor | None:
@@ -170,12 +178,13 @@ class Policy(nn.Module):
 
         Args:
             hidden, shared: what :meth:`trunk` returned for this batch; None and nothing will do
-                where the value function has a :class:`ValueModel`.
+                where the value function runs :attr:`values_apart`.
         """
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
-            hidden = self.value_trunk(self.lm, batch, shared)
+            lm = self._entered(batch) if self.values_apart else self.lm
+            hidden = self.value_trunk(lm, batch, shared)
         return self.value_head(hidden)
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
@@ -325,7 +334,7 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
     """
     hidden, logprobs, shared = None, None, list[torch.Tensor]()
     with stacks.inputs_at(split, policy.lm) as frozen:
-        if want_logprobs or keep_hidden or not isinstance(policy.value_trunk, ValueModel):
+        if want_logprobs or keep_hidden or not policy.values_apart:
             hidden, shared = policy.trunk(one.batch)
     if want_logprobs and hidden is not None:
         logprobs = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,

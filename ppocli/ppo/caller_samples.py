@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import GenerationConfig, TrainConfig
-from ppocli.data import columns
-from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
+from ppocli.data import data_set
+from ppocli.data.data_set import PromptBatch, PromptSet
+from ppocli.data.prompt_set import load_prompts
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import ConfigError
 from ppocli.models import layout
@@ -239,7 +240,7 @@ def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], firs
                                  forward=forward or not session.from_decode)
         rows = slice(start, start + len(chunk.responses))
         if chunk.responses:
-            parts.append(rollout_of(session, chunk, columns.rows_of(scores, rows), measured))
+            parts.append(rollout_of(session, chunk, data_set.rows_of(scores, rows), measured))
         start = rows.stop
     whole = of_all_ranks(session, parts)
     if ranks.any(gaps):

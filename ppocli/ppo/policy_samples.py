@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ppocli.data.columns import rows_of
-from ppocli.data.prompt_set import PromptBatch, prompt_indices
+from ppocli.data.data_set import PromptBatch, prompt_indices, rows_of
 from ppocli.distributed.backend import without_autocast_cache
 from ppocli.distributed.ranks import Ranks, interleave
 from ppocli.errors import ConfigError, DivergedError

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ppocli.config import schema, schema_training, tasks
-from ppocli.data.data_set import Examples
-from ppocli.data.prompt_set import prompt_indices
+from ppocli.data.data_set import Examples, prompt_indices
 from ppocli.models.loading.tokenizer import tokenizers_of
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
@@ -63,6 +62,7 @@ class PPOTask(task.Task):
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._value_schedule = tasks.value_scheduler(self.cfg.ppo)
+        self._steers_rate = tasks.steers_rate(self.cfg.ppo)
         self._ahead: rollout_sources.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -113,7 +113,7 @@ class PPOTask(task.Task):
         plan = step.plan_updates(self.session, experience, state.step)
         if self.session.examples is not None:
             plan = with_examples(self.session, plan, ppo_state.mixed_in)
-        if not tasks.steers_rate(self.cfg.ppo):
+        if not self._steers_rate:
             return plan
         # a value function with a rate of its own keeps it
         roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
@@ -160,7 +160,7 @@ class PPOTask(task.Task):
         if cfg.ppo.step_kl is not None:
             row["policy/step_kl"] = moved = kl_of_updates(result.made.get(POLICY, ()),
                                                           plan.atoms.mean_loss_tokens)
-            if tasks.steers_rate(cfg.ppo):
+            if self._steers_rate:
                 shape = lr_factor(cfg.ppo.scheduler, state.updates,
                                   self.length.total_updates(cfg, state))
                 after = replace(after, rate=next_rate(before.rate, moved,

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ppocli.config.tasks import full_kl_in_loss, kl_estimator
-from ppocli.data.columns import joined, rows_of
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.data_set import PromptBatch, joined, rows_of
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models import policy as policies

@@ -17,7 +17,7 @@ from ppocli.config.tasks import (
 )
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.distributed.backend import Backend, PassRows
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import kernels
 from ppocli.models.loading import language_model, load_adapters, model_config
@@ -50,7 +50,7 @@ class EvalSession:
     """the bare module: decoding and saving"""
     reference: Reference | None
     """None without a KL term"""
-    eval_prompts: prompt_set.PromptSet
+    eval_prompts: data_set.PromptSet
     reward: Any
     metric: Any
     sampling: SamplingSpec
@@ -126,7 +126,7 @@ class Session(EvalSession):
     """One run's parts. What ``trained`` holds changes as well."""
 
     trained: optimize.Trained
-    prompts: prompt_set.PromptSet
+    prompts: data_set.PromptSet
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
@@ -209,10 +209,10 @@ def _with_stored_scale(reward: Any) -> RewardConfig:
 
 def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
                       reward: Any, metric: Any, *, training: bool = True
-                      ) -> tuple[prompt_set.PromptSet, prompt_set.PromptSet]:
+                      ) -> tuple[data_set.PromptSet, data_set.PromptSet]:
     """Training and evaluation prompts, checked against what reward and metric ask for. Without
     ``training`` the former are read only where the latter are taken from them."""
-    keys, prompts = cfg.prompts, prompt_set.PromptSet([], [], {}, ())
+    keys, prompts = cfg.prompts, data_set.PromptSet([], [], {}, ())
     how: Any = {"seed": cfg.seed, "max_prompt_tokens": max_prompt_tokens(cfg, lm),
                 "whole": has_encoder(lm)}
     if training or not sources.evaluation_spec(keys, objects.eval_prompts).has_source:

@@ -6,24 +6,46 @@ cursor is never hidden, so that a process that is killed leaves a usable termina
 for a job in the background.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import (
+    ExitStack,
+    closing,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, field
-from threading import RLock
+from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleRenderable, Group
 from rich.file_proxy import FileProxy
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from ppocli.config import tasks
 from ppocli.config.text import clean, figure, finite_number, sparkline
-from ppocli.runs.episode import POLICY, Sample
+from ppocli.distributed.standard_output import result_stream
+from ppocli.runs import run_logs
+from ppocli.runs.episode import POLICY, Sample, transcript_turns
+from ppocli.runs.run_folder import RunFolder
+from ppocli.training.console import (
+    Display,
+    DisplayMode,
+    LogFile,
+    Outlet,
+    error_of,
+    is_terminal,
+    logging_to,
+    without_errors,
+)
 
 RECENT = 8
 """steps whose mean duration gives the remaining time"""
@@ -33,8 +55,10 @@ _WIDE = 60
 """maximum width of curves in columns"""
 _DRAWINGS = 2
 """drawings a second, of a few milliseconds each: less than 1 % of a core"""
-_PLAIN_WIDTH = 110
-"""columns without a terminal"""
+_MAIN = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2", "turns_mean", "done_share")
+"""figures of PPO's evaluations in the closing table"""
+
+log = logging.getLogger("ppocli")
 
 
 @dataclass
@@ -186,51 +210,6 @@ def duration(seconds: float) -> str:
 
 # How it is drawn ----------------------------------------------------------------------------------
 
-class Outlet(Console):
-    """A Rich console for threads that print around a live view. Characters that its stream can't
-    encode are escaped; once the reader has left, output is dropped.
-
-    Args:
-        stream: where to print to.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._printing = RLock()
-        with suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
-            stream.reconfigure(errors="backslashreplace")
-        super().__init__(file=stream, highlight=False, markup=False, safe_box=True,
-                         width=None if is_terminal(stream) else _PLAIN_WIDTH)
-
-    def __enter__(self) -> Self:
-        """Print atomically: erasing and drawing belong together."""
-        self._printing.acquire()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        except (OSError, ValueError):  # ValueError: it was closed
-            self.quiet = True
-        finally:
-            self._printing.release()
-
-    def on_broken_pipe(self) -> None:
-        """Go on in silence, where Rich itself would end the process."""
-        self.quiet = True
-
-    def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor visible: it is needed after a kill."""
-        return False
-
-    @property
-    def can_live(self) -> bool:
-        """Whether a live view can be drawn: on a terminal with Unicode whose cursor moves."""
-        # FORCE_COLOR makes is_terminal true for a pipe
-        return is_terminal(self.file) and self.is_terminal and not self.is_dumb_terminal \
-            and bool(os.environ.get("TERM")) and self.encoding.startswith("utf")
-
-
 class LiveView(Live):
     """A dashboard at the bottom of a terminal, from ``start`` to ``stop``. What is printed to the
     console meanwhile, and what is written to standard streams that are terminals, goes above it.
@@ -311,8 +290,83 @@ class _Above(FileProxy):
             super().flush()
 
 
-def is_terminal(stream: Any) -> bool:
-    """Whether a stream is a terminal."""
-    with suppress(AttributeError, ValueError):  # none at all, or a closed one
-        return bool(stream.isatty())
-    return False
+# The display of a run -----------------------------------------------------------------------------
+
+class LiveDisplay(Display):
+    """The lines of one run above its live view, if one can be drawn; prints what is logged.
+
+    Args:
+        folder: the run's.
+        mode: what is shown.
+        started_by: a process that has started this one in a process group of its own.
+    """
+
+    def __init__(self, folder: Path, mode: DisplayMode, started_by: int | None = None) -> None:
+        super().__init__(mode, result_stream(), sys.stderr)
+        self._folder, self._started_by = folder, started_by
+        self._view: LiveView | None = None
+
+    def start(self, done: int, total: int) -> None:
+        """Open the live view, if one is to be shown, at ``done`` of ``total`` steps."""
+        if self._mode != "auto" or not self._out.can_live:
+            return
+        self.board = Dashboard(self._folder.name)
+        # the rows of a resumed run up to the step it resumes from
+        self.board.begin(total, (row for row in run_logs.read_metrics(
+            RunFolder(self._folder).metrics) if row["step"] <= done))
+        self._view = LiveView(self._out, self.board, self._started_by)
+        self._view.start()
+
+    def close(self) -> None:
+        """Remove the live view before further output."""
+        super().close()
+        if (view := self._view) is not None:
+            view.stop()
+            self._view = self.board = None
+            if view.trouble is not None:
+                log.warning("the live view ended early: %r", view.trouble)
+
+
+@contextmanager
+def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | None = None
+                 ) -> Iterator[Display]:
+    """Attach the run's output to the ``ppocli`` logger; the log file lies in the run's folder.
+    ``started_by``: see :class:`LiveDisplay`."""
+    display = LiveDisplay(log_file.parent, mode, started_by)
+    with closing(LogFile(log_file)) as file, logging_to(logging.INFO, display, file), \
+            closing(display):
+        yield display
+
+
+def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
+                  samples: list[tuple[dict[str, Any] | None, dict[str, Any]]]) -> Table:
+    """Figures and a few samples before and after training.
+
+    Args:
+        before, after: figures of the first and last evaluation.
+        samples: (before, after) rows of the same prompts.
+    """
+    table = Table(title="before and after", show_lines=True, title_justify="left")
+    sides = [after] if before is None else [before, after]
+    for name in ("", *("before", "after")[-len(sides):]):
+        table.add_column(name, overflow="fold")
+    scored = "reward_mean" in after
+    for name in without_errors(after):
+        if not scored or name in _MAIN or name.startswith("metrics/"):
+            table.add_row(clean(name.removeprefix("metrics/")), *(
+                figure(side.get(name), 3) + error_of(side, name) for side in sides))
+    # without rows of another task
+    samples = [pair for pair in samples if {"prompt", "response", "score"} <= pair[1].keys()]
+    for pair in samples:
+        table.add_row(Text(clean(pair[1]["prompt"])),
+                      *(_sample(row, scored) for row in pair[-len(sides):]))
+    return table
+
+
+def _sample(row: dict[str, Any] | None, scored: bool) -> Text:
+    """A response behind its score, where there are scores."""
+    if row is None or not scored:
+        return Text("" if row is None else clean(row["response"]))
+    score = "none" if row["score"] is None else figure(row["score"], 2)
+    return Text.assemble(f"[{score}] ", said_by(
+        transcript_turns(row) or str(row["response"])))

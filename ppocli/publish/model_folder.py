@@ -2,12 +2,13 @@
 then loaded again from the new folder alone and compared with its source on one batch; and pushed to
 the Hub."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ppocli.config.config_yaml import CONFIG_FILE, read_config, yaml_text
 from ppocli.config.text import each_text, first_line, pasted, short_path
@@ -22,10 +23,13 @@ from ppocli.publish.card import (
     with_location,
 )
 from ppocli.runs import atomic, faults, model_files
-from ppocli.runs.run_folder import refuse_links
+from ppocli.runs.checkpoints import find_latest
+from ppocli.runs.run_folder import RunFolder, refuse_links
 from ppocli.runs.target import Target
 from ppocli.runs.trust import check_run
 from ppocli.version import __version__
+
+log = logging.getLogger("ppocli")
 
 RECORD = "export.json"
 """what was exported, with the names of all files; tells an export from any other folder"""
@@ -33,7 +37,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 _STALE = ["config.json", "model*.safetensors", "model.safetensors.index.json", "eval.json",
           model_files.ADAPTER_CONFIG, model_files.ADAPTER_WEIGHTS, model_files.ADAPTER_BASE,
-          model_files.VALUE_HEAD, model_files.VALUE_TRUNK, "additional_chat_templates/*.jinja"]
+          model_files.VALUE_HEAD, model_files.VALUE_TRUNK, f"{model_files.VALUE_ADAPTER}/*",
+          "additional_chat_templates/*.jinja"]
 """files of an earlier export that this one may not have: transformers would load the wrong weights,
 or put an adapter on weights that it was merged into"""
 _TOLERANCE = 1e-5
@@ -143,6 +148,8 @@ def save_model(plan: ExportPlan, folder: Path) -> str | None:
     if model_files.is_adapter(plan.source) and not plan.merge:
         copied += [model_files.ADAPTER_CONFIG, model_files.ADAPTER_WEIGHTS,
                    model_files.ADAPTER_BASE]
+        if plan.target.run_dir is not None:
+            _save_value_adapter(plan.target, folder / model_files.VALUE_ADAPTER)
     else:
         if not torch.cuda.is_available():
             # transformers imports deepspeed when it saves, which would guess and say so on stdout
@@ -156,6 +163,30 @@ def save_model(plan: ExportPlan, folder: Path) -> str | None:
         if (plan.source / name).is_file():
             shutil.copyfile(plan.source / name, folder / name)
     return {long: short for short, long in DTYPES.items()}.get(dtype or "", dtype)
+
+
+def _save_value_adapter(target: Target, folder: Path) -> None:
+    """Write a run's value function, if that is an adapter, beside the policy's: the adapter as PEFT
+    has it, and its head."""
+    from safetensors.torch import load_file, save_file
+
+    from ppocli.models.loading.load_adapters import peft_names
+
+    run = RunFolder(cast(Path, target.run_dir))
+    if read_config(run.config).model.value.kind != "adapter":
+        return
+    newest = None if target.checkpoint else find_latest(run.checkpoints, run_id=None).checkpoint
+    source = newest.path if newest and newest.step == target.step else target.checkpoint
+    if source is None or not (source / model_files.VALUE_TRUNK).is_file():
+        log.warning("the value function isn't exported: step %s has no checkpoint with one",
+                    target.step)
+        return
+    folder.mkdir()
+    save_file(peft_names(load_file(source / model_files.VALUE_TRUNK)),
+              folder / model_files.ADAPTER_WEIGHTS, {"format": "pt"})
+    shutil.copyfile(source / model_files.VALUE_HEAD, folder / model_files.VALUE_HEAD)
+    for name in (model_files.ADAPTER_CONFIG, model_files.ADAPTER_BASE):
+        shutil.copyfile(Path(target.model) / name, folder / name)
 
 
 def verify(plan: ExportPlan, folder: Path, ids: list[int]) -> float:

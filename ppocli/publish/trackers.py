@@ -9,30 +9,29 @@ step that was logged, so that a resumed run goes on in the same tracker run.
 
 import inspect
 import logging
-import math
 import os
 import queue
 import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from socket import gethostname
-from time import monotonic, time, time_ns
+from time import monotonic
 from typing import Any, Protocol
 
 import yaml
 
 from ppocli.config import config_yaml, keys, schema
 from ppocli.config.secrets import hide_secrets
-from ppocli.config.text import each_text, error_line, short_path
+from ppocli.config.text import each_text, short_path
 from ppocli.config.user_code import CodeSetting, Kind, Located, check_class
 from ppocli.errors import InputError, StoppedError
 from ppocli.runs.atomic import read_json, write_json_atomic
 from ppocli.runs.episode import in_a_table
 from ppocli.runs.run_folder import RunFolder
+from ppocli.runs.run_logs import EventFiles, Rows, cause_of, finite_figures, warn_of_tracker
 
 log = logging.getLogger("ppocli")
 
@@ -48,51 +47,6 @@ _RUN_IDS: dict[str, Callable[[Any], str]] = {
     "trackio": attrgetter("id"), "clearml": attrgetter("id"),
     "mlflow": attrgetter("info.run_id"), "comet_ml": methodcaller("get_key")}
 """how trackers name a run; wandb and swanlab take the id that we choose"""
-Rows = list[dict[str, Any]]
-
-
-class EventFiles:
-    """TensorBoard's event files in the run's folder. Written here and not by its SummaryWriter,
-    whose thread would print a traceback where the folder goes away."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time():010.0f}.{gethostname()}.{os.getpid()}.{time_ns()}"
-        self._records: Any = RecordWriter((folder / name).open("xb"))
-        self._warned = False
-        self._write(file_version="brain.Event:2")
-
-    def _write(self, **event: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        try:
-            self._records.write(Event(wall_time=time(), **event).SerializeToString())
-            self._records.flush()
-        except Exception as error:
-            if not self._warned:
-                _warn("tensorboard", _cause_of(error))
-            self._warned = True
-
-    def row(self, row: dict[str, Any]) -> None:
-        """One step's figures; ``step`` among them."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._write(step=row["step"], summary=Summary(value=[
-            Summary.Value(tag=name, simple_value=value)
-            for name, value in _finite_figures(row).items()]))
-
-    def samples(self, step: int, samples: Rows) -> None:
-        """They are in samples.jsonl; TensorBoard has no tables."""
-
-    def finish(self, code: int) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            self._records.close()
-
-    def wait(self, seconds: float) -> None:
-        """It is closed."""
 
 
 class ThreadTracker:
@@ -115,7 +69,7 @@ class ThreadTracker:
 
     def row(self, row: dict[str, Any]) -> None:
         """Queue one step's figures."""
-        self._send("row", {"step": row["step"], **_finite_figures(row)})
+        self._send("row", {"step": row["step"], **finite_figures(row)})
 
     def samples(self, step: int, samples: Rows) -> None:
         """Queue the first samples of a step's evaluation, before its row."""
@@ -142,7 +96,7 @@ class ThreadTracker:
         """Report what failed, once."""
         if not self._warned and not self._too_late:
             self._warned = True
-            _warn(short_path(self._name), cause)
+            warn_of_tracker(short_path(self._name), cause)
 
     def _serve(self) -> None:
         """Open the tracker, log what comes, and close it."""
@@ -163,7 +117,7 @@ class ThreadTracker:
                 elif (step := what.pop("step")) > last:
                     self._log(opened, what, evaluated[1] if evaluated[0] == step else [], step)
         except (Exception, SystemExit) as error:
-            self._warn(_cause_of(error) + lost)
+            self._warn(cause_of(error) + lost)
 
     def _log(self, opened: "AccelerateTracker | ClassTracker", figures: dict[str, Any],
              samples: Rows, step: int) -> None:
@@ -171,7 +125,7 @@ class ThreadTracker:
             opened.log(figures, samples, step)
             self._keep(opened.run_id, step)
         except (Exception, SystemExit) as error:
-            self._warn(f"step {step} could not be logged: {_cause_of(error)}")
+            self._warn(f"step {step} could not be logged: {cause_of(error)}")
 
     def _keep(self, run_id: str, step: int) -> None:
         self._record.parent.mkdir(exist_ok=True)
@@ -248,7 +202,7 @@ class AccelerateTracker:
                 raise
             tracker.init_kwargs["mode"] = "offline"
             tracker.start()
-            _warn("wandb", f"{_cause_of(error)}; the run is logged to files; "
+            warn_of_tracker("wandb", f"{cause_of(error)}; the run is logged to files; "
                            + sync % tracker.run.settings.sync_dir)
         else:
             log.info("wandb        %s", sync % tracker.run.settings.sync_dir
@@ -341,7 +295,7 @@ def open_trackers(cfg: schema.TrackingConfig, folder: RunFolder) -> Iterator[Seq
             trackers.append(EventFiles(folder.events) if name == "tensorboard"
                             else ThreadTracker(name, folder, cfg))
         except Exception as error:
-            _warn(name, _cause_of(error))
+            warn_of_tracker(name, cause_of(error))
     code = 1
     try:
         yield tuple(trackers)
@@ -357,18 +311,3 @@ def open_trackers(cfg: schema.TrackingConfig, folder: RunFolder) -> Iterator[Seq
             tracker.wait(max(0.0, deadline - monotonic()))
 
 
-def _finite_figures(row: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers among a row's values, without ``step``."""
-    return {name: value for name, value in row.items()
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)}
-
-
-def _cause_of(error: BaseException) -> str:
-    """The first line of an exception's message, without secrets and full stop."""
-    return hide_secrets(error_line(error).rstrip("."))
-
-
-def _warn(name: str, cause: str) -> None:
-    """Report that a tracker failed."""
-    log.warning("%s: %s. The run does not depend on it; metrics.jsonl has everything.", name,
-                hide_secrets(cause))

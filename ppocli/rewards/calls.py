@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter
+from operator import add
 from typing import Any, TypeVar
 
 from ppocli.config.text import error_line, error_text, raised_at, suggestion
 from ppocli.config.user_code import Located, shorten
-from ppocli.distributed.stop import StopRequested
+from ppocli.distributed.ranks import StopRequested
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.runs.daemon import awaited, in_daemon, leave_loop
@@ -44,13 +45,22 @@ def steps_of(request: RewardRequest) -> list[Any]:
     return [list(texts) for texts in request.steps]
 
 
+def conversations_of(request: RewardRequest) -> list[list[dict[str, Any]]] | None:
+    """[N] prompts and responses as conversations; None where prompts were plain text."""
+    chats = list(request.chats)
+    if not chats and request.messages:
+        for messages, response in zip(request.messages, request.responses, strict=True):
+            chats.append([*messages, {"role": "assistant", "content": response}])
+    return fresh(chats) if chats else None
+
+
 ARGUMENTS: Mapping[str, Source] = {
-    "samples": lambda r: [p + q for p, q in zip(r.prompts, r.responses, strict=True)],
+    "samples": lambda r: list(map(add, r.prompts, r.responses)),
     "prompts": lambda r: list(r.prompts),
     **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
     **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
                     lambda r: [list(ids) for ids in r.response_ids]),
-    "chats": lambda r: r.conversations and fresh(r.conversations),
+    "chats": conversations_of,
     "tokenizer": lambda r: r.tokenizer,
     "steps": steps_of,
     "log_extra": lambda r: r.logs.extra, "log_metric": lambda r: r.logs.metric}
@@ -179,7 +189,8 @@ def torch_modes_kept(label: str, key: str, samples: Callable[[], str]) -> Iterat
     before = _torch_modes()
     yield
     after = _torch_modes()
-    if changed := [f"torch's {name}" for name, value in before.items() if after[name] != value]:
+    if after != before:
+        changed = [f"torch's {name}" for name, value in before.items() if after[name] != value]
         raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples()}", where=key,
                           fix="put it back before it returns, or use it as a context manager: "
                           "with torch.inference_mode(): ...")

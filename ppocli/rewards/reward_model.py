@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ppocli.config.text import pasted, suggestion
+from ppocli.data.data_set import rows_of
 from ppocli.errors import RewardError
 from ppocli.rewards import scorers
 from ppocli.rewards.resolve import wrong_argument
@@ -91,12 +92,11 @@ class SequenceReward:
         """
         encoded = self.reader.read(samples, prompts, responses, chats)
         ids = encoded["input_ids"]
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
+        order = torch.tensor(list(map(len, ids))).argsort(stable=True).tolist()
         logits = torch.empty(len(ids), len(self.labels), dtype=torch.float32)
         for start in range(0, len(order), self.batch_size):
             rows = order[start:start + self.batch_size]
-            batch = self._padded({key: [values[row] for row in rows]
-                                  for key, values in encoded.items()})
+            batch = self._padded(rows_of(encoded, rows))
             with torch.no_grad():
                 logits[rows] = self.model(**batch).logits.to("cpu", torch.float32)
         return logits
@@ -112,10 +112,12 @@ class SequenceReward:
             present = {token for ids in rows["input_ids"] for token in ids}
             side, pad = "right", next(i for i in range(len(present) + 1) if i not in present)
             self.model.config.get_text_config().pad_token_id = pad
-        return {key: pad_sequence(
-            [torch.tensor(row) for row in values], batch_first=True, padding_side=side,
-            padding_value=(pad or 0) if key == "input_ids" else 0).to(self.device)
-            for key, values in rows.items()}
+        batch = dict[str, torch.Tensor]()
+        for name, values in rows.items():
+            batch[name] = pad_sequence(
+                list(map(torch.tensor, values)), batch_first=True, padding_side=side,
+                padding_value=(pad or 0) if name == "input_ids" else 0).to(self.device)
+        return batch
 
 
 class RewardModel(SequenceReward):

@@ -102,14 +102,6 @@ class RewardRequest:
     def __len__(self) -> int:
         return len(self.responses)
 
-    @property
-    def conversations(self) -> list[list[dict[str, Any]]] | None:
-        """[N] prompts and responses as conversations; None where prompts were plain text."""
-        if self.chats or not self.messages:
-            return [list(chat) for chat in self.chats] or None
-        return [[*messages, {"role": "assistant", "content": response}]
-                for messages, response in zip(self.messages, self.responses, strict=True)]
-
 
 @dataclass(frozen=True, slots=True)
 class RewardScores:

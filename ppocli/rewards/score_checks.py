@@ -66,12 +66,11 @@ def read_scores(function: RewardFunction, request: RewardRequest, returned: Any)
         return on_tokens(numbers, places, len(request.response_ids[index]))
 
     scores = _each(function, request, returned, read, fix)
-    kinds = [isinstance(score, list) for score in scores if score is not None]
-    if any(kinds) and not all(kinds):
-        index = next(i for i, score in enumerate(scores) if isinstance(score, list) != kinds[0]
-                     and score is not None)
+    if {float, list} <= set(map(type, scores)):
+        first = next(type(score) for score in scores if score is not None)
+        index = next(i for i, score in enumerate(scores) if type(score) not in (first, type(None)))
         raise sample_error(function, request, index, f"{_kind(scores[index])}, but "
-                           f"{'lists' if kinds[0] else 'numbers'} for those before it,", fix)
+                           f"{'lists' if first is list else 'numbers'} for those before it,", fix)
     return scores
 
 

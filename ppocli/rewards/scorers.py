@@ -278,6 +278,14 @@ class SampleReader:
                         "(reward.kwargs.on=response shows it the response alone; "
                         "reward.kwargs.chat=false says that this is meant)", self.name, why)
 
+    def _with_fillers(self, name: str, rows: list[list[int]]) -> list[list[int]]:
+        """A column in which texts without a token have one."""
+        tokens = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id,
+                  self.tokenizer.pad_token_id)
+        filler = {"input_ids": next((token for token in tokens if token is not None), 0),
+                  "attention_mask": 1}.get(name, 0)
+        return [row or [filler] for row in rows]
+
     def _encoded(self, texts: list[str], pairs: list[str] | None, *, special: bool) -> Columns:
         tokenizer, room = self.tokenizer, self.max_length
         if room is not None:
@@ -285,17 +293,16 @@ class SampleReader:
         encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
                             return_attention_mask=True, add_special_tokens=special)
         # fast tokenizers report the texts that they have cut
-        num_cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
+        num_cut = 0
+        for encoding in encoded.encodings or ():
+            num_cut += bool(encoding.overflowing)
         if num_cut and not self._noted_cut:
             self._noted_cut = True
             log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
                         self.name, self.max_length, num_cut, len(texts), tokenizer.truncation_side)
         # the model needs at least one token: some tokenizers return none for an empty text
-        filler = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id,
-                                           tokenizer.pad_token_id) if token is not None), 0)
-        least = {"input_ids": [filler], "attention_mask": [1]}
-        columns = {key: [row or least.get(key, [0]) for row in rows]
-                   for key, rows in encoded.items()}
+        columns: Columns = {name: rows if all(rows) else self._with_fillers(name, rows)
+                            for name, rows in encoded.items()}
         for i, ids in enumerate(columns["input_ids"]):
             # a second BOS, written by a chat template
             start = int(len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id)

@@ -111,11 +111,13 @@ class Reward(Judge):
         if not request.responses:
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
         answers: list[list[Score]] = []
-        logs: list[dict[str, dict[str, Any]]] = [{} for _ in request.responses]
+        logs = list[dict[str, dict[str, Any]]](map(dict, [()] * len(request.responses)))
+        loggable = dict[str, list[float | None]]()
         for part in self.parts:
             logged = replace(request, logs=RewardLogs())  # each function logs by itself
             answers.append(calls.ask(part, logged, retries=self.cfg.retries,
                                      timeout=self.cfg.timeout, read=score_checks.read_scores))
+            loggable[part.name] = list(map(_loggable, answers[-1]))
             if logged.logs.columns or logged.logs.figures:
                 logged.logs.add_to(logs, part.label)
         rows = list(zip(*answers, strict=True))
@@ -127,9 +129,7 @@ class Reward(Judge):
             is_dense |= list in map(type, row)
         dense = [self._dense(request, index, row, valid[index])
                  for index, row in enumerate(rows)] if is_dense else None
-        return RewardScores(totals, dense, valid, {
-            part.name: list(map(_loggable, scores))
-            for part, scores in zip(self.parts, answers, strict=True)}, logs)
+        return RewardScores(totals, dense, valid, loggable, logs)
 
     def _sum(self, request: RewardRequest, index: int, scores: Sequence[Score]) -> float:
         """Weighted sum of one sample's scores; NaN if one of them is, or all are ``None``.
@@ -137,9 +137,12 @@ class Reward(Judge):
         Raises:
             RewardError: it is NaN under ``reward.on_invalid=error``, or infinite in float32.
         """
-        terms = [part.weight * (sum(score) if isinstance(score, list) else score)
-                 for part, score in zip(self.parts, scores, strict=True) if score is not None]
-        total = float(sum(terms)) if terms else math.nan
+        total, applies = 0.0, False
+        for part, score in zip(self.parts, scores, strict=True):
+            if score is not None:
+                total += part.weight * (sum(score) if isinstance(score, list) else score)
+                applies = True
+        total = total if applies else math.nan
         if math.isnan(total) and self.cfg.on_invalid != "skip":
             bad = next((k for k, score in enumerate(scores)
                         if score is not None and _loggable(score) is None), 0)

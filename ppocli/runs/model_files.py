@@ -41,6 +41,8 @@ WITH_TEMPLATE = "trained_with_chat_template"
 template that lies beside it; transformers keeps the entry"""
 VALUE_HEAD = "value_head.safetensors"
 VALUE_TRUNK = "value_trunk.safetensors"
+VALUE_ADAPTER = "value"
+"""folder in an export: a value function that is an adapter, and its head"""
 """beside the head where the value function has layers of its own"""
 
 

@@ -4,15 +4,21 @@ A run that goes on from step k first removes every row past k, so no step appear
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from socket import gethostname
+from time import time, time_ns
 from typing import Any
 
+from ppocli.config.secrets import hide_secrets
+from ppocli.config.text import error_line
 from ppocli.runs import atomic
 
+log = logging.getLogger("ppocli")
 _CHUNK = 1 << 16
 _FRAME = 16
 """bytes of length and checksums around a record of TensorBoard's"""
@@ -63,7 +69,7 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite_or_null(item) for key, item in value.items()}
+        return dict(zip(value, map(finite_or_null, value.values()), strict=True))
     return [finite_or_null(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -183,3 +189,73 @@ def _truncate_event_file(path: Path, last_step: int) -> None:
         with atomic.open_atomic(path) as file:
             for record in kept:
                 RecordWriter(file).write(record)
+
+
+# Trackers ----------------------------------------------------------------------------------------
+
+Rows = list[dict[str, Any]]
+
+
+def finite_figures(row: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers among a row's values, without ``step``."""
+    figures = dict[str, float]()
+    for name, value in row.items():
+        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+            figures[name] = value
+    return figures
+
+
+def cause_of(error: BaseException) -> str:
+    """The first line of an exception's message, without secrets and full stop."""
+    return hide_secrets(error_line(error).rstrip("."))
+
+
+def warn_of_tracker(name: str, cause: str) -> None:
+    """Report that a tracker failed."""
+    log.warning("%s: %s. The run does not depend on it; metrics.jsonl has everything.", name,
+                hide_secrets(cause))
+
+
+class EventFiles:
+    """TensorBoard's event files in the run's folder. Written here and not by its SummaryWriter,
+    whose thread would print a traceback where the folder goes away."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time():010.0f}.{gethostname()}.{os.getpid()}.{time_ns()}"
+        self._records: Any = RecordWriter((folder / name).open("xb"))
+        self._warned = False
+        self._write(file_version="brain.Event:2")
+
+    def _write(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        try:
+            self._records.write(Event(wall_time=time(), **event).SerializeToString())
+            self._records.flush()
+        except Exception as error:
+            if not self._warned:
+                warn_of_tracker("tensorboard", cause_of(error))
+            self._warned = True
+
+    def row(self, row: dict[str, Any]) -> None:
+        """One step's figures; ``step`` among them."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = list[Any]()
+        for name, value in finite_figures(row).items():
+            values.append(Summary.Value(tag=name, simple_value=value))
+        self._write(step=row["step"], summary=Summary(value=values))
+
+    def samples(self, step: int, samples: Rows) -> None:
+        """They are in samples.jsonl; TensorBoard has no tables."""
+
+    def finish(self, code: int) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._records.close()
+
+    def wait(self, seconds: float) -> None:
+        """It is closed."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from ppocli.data.prompt_set import padded_left
+from ppocli.data.data_set import padded_left
 from ppocli.distributed.backend import to_device, to_host
 from ppocli.models import transformers_internals
 from ppocli.sampling.decode_state import (

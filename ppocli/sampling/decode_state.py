@@ -155,7 +155,7 @@ class DecodeState:
         self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
             to_device(torch.as_tensor(limits, dtype=torch.long), device)
         self.vocabulary = head.vocabulary_of(lm)
-        self.gaps = self.vocabulary.gaps_on(device)
+        self.gaps = self.vocabulary.gaps_on(device) if self.vocabulary.gaps else None
         stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long)
         self.stops = to_device(stops[stops < self.vocabulary.size], device)
         self.logits = head.DecodingHead(lm)

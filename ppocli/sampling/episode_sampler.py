@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import EnvConfig
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.data_set import PromptBatch
 from ppocli.distributed.backend import without_autocast_cache
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.environments.env_calls import (
     Answered,
     Called,

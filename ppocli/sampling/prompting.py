@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ppocli.config.text import counted
-from ppocli.data.prompt_set import padded_left, token_ids_of, tokens_around
+from ppocli.data.data_set import padded_left
+from ppocli.data.prompt_set import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from ppocli.config import schema, tasks
-from ppocli.data.prompt_set import PromptBatch, padded_left
+from ppocli.data.data_set import PromptBatch, padded_left
 from ppocli.distributed.backend import Backend, PassRows
-from ppocli.distributed.ranks import is_out_of_memory
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag, is_out_of_memory
 from ppocli.errors import ConfigError
 from ppocli.models import trunk
 from ppocli.models.kernels import packed_weights

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.data.columns import joined, rows_of
+from ppocli.data.data_set import joined, rows_of
 from ppocli.models.layout import Sequences
 from ppocli.runs.episode import Episode
 
@@ -171,7 +171,10 @@ def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Gen
 
 def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     """[B] lists from right-padded [B, R] tensors."""
-    return [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
+    rows: list[list[int]] = tokens.tolist()
+    for i, count in enumerate(mask.sum(1).tolist()):
+        rows[i] = rows[i][:count]
+    return rows
 
 
 def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
@@ -352,7 +355,8 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
-    restricted = _restrict(logits, spec, position, stops, seen)
+    restricted = logits if spec.is_policy_distribution else _restrict(
+        logits, spec, position, stops, seen)
     if spec.do_sample:
         tokens, total = inverse_transform(restricted, uniform)
     else:

@@ -14,7 +14,7 @@ from ppocli.config.text import share_error
 from ppocli.data.data_set import Ids, Pairs
 from ppocli.data.prompt_set import tokens_around
 from ppocli.distributed.backend import to_device
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config

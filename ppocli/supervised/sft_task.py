@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from ppocli.config import tasks
-from ppocli.data.data_set import Examples
-from ppocli.data.prompt_set import PromptSet
-from ppocli.distributed.ranks import interleave
-from ppocli.distributed.stop import StopFlag
+from ppocli.data.data_set import Examples, PromptSet
+from ppocli.distributed.ranks import StopFlag, interleave
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config

@@ -16,10 +16,9 @@ import torch
 
 from ppocli.config import schema, schema_training, tasks
 from ppocli.data import encoding
-from ppocli.data.data_set import Examples, Pairs
-from ppocli.data.prompt_set import prompt_indices
+from ppocli.data.data_set import Examples, Pairs, prompt_indices
 from ppocli.distributed.backend import PassRows, to_device
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import PpocliError
 from ppocli.models import kernels, layout, trunk
 from ppocli.models.loading import language_model, model_config

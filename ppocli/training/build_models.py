@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ppocli.config import schema, tasks
 from ppocli.config.text import first_line
 from ppocli.config.user_code import CodeSetting, Kind, build
-from ppocli.data.prompt_set import PromptSet
+from ppocli.data.data_set import PromptSet
 from ppocli.distributed.backend import Backend
 from ppocli.distributed.launchers import launched_here
 from ppocli.environments.env_calls import Calls
@@ -243,6 +243,8 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
             head = policies.build_value_head(loaded.lm, cfg.seed)
             if value.kind == "branch":
                 trunk = policies.ValueBranch(loaded.lm, value.num_layers_unfrozen)
+            elif value.kind == "adapter":
+                trunk = policies.ValueAdapter(loaded.lm)
         if value.freeze_attention:
             trunks.freeze_attention(trunk)
     except ValueError as error:

@@ -11,21 +11,22 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from ppocli.distributed import backend, launchers
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed import backend
+from ppocli.distributed.ranks import StopFlag, note_phase
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing
+from ppocli.training.console import Display
 from ppocli.training.optimize import diverged, optimize
 from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
 from ppocli.training.task import Evaluation, StepContext, Task
 
 if TYPE_CHECKING:
-    from ppocli.publish.console import Display
     from ppocli.publish.trackers import Tracker
 
 log = logging.getLogger("ppocli")
@@ -77,7 +78,7 @@ class Run:
     stop: StopFlag
     recorder: Recorder
     """of rank 0, which alone writes; None on the others"""
-    display: "Display"
+    display: Display
     state: TrainState
     saved_at: float
     """monotonic time of the last checkpoint"""
@@ -85,6 +86,13 @@ class Run:
     """books all time since the run was started; each commit takes what it has"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
+
+    def enter(self, phase: str, report: str) -> None:
+        """A phase begins: tell the live view, and as ``report`` the process that started this
+        one."""
+        note_phase(report)
+        if self.display.board is not None:
+            self.display.board.enter(phase)
 
 
 def initial_state(task: Task) -> TrainState:
@@ -109,8 +117,7 @@ def run_training(run: Run) -> None:
     while run.state.episodes < length.total_samples:
         run.stop.meet()
         run.clock.mark("between")
-        launchers.note_phase(f"step {run.state.step + 1}, rollout")
-        run.display.board.enter("rollout")
+        run.enter("rollout", f"step {run.state.step + 1}, rollout")
         learn(run, task.collect(run.state, context_of(task, run.state.step, run.stop, run.clock)))
         finish_step(run)
 
@@ -132,14 +139,14 @@ def learn(run: Run, batch: Any) -> None:
         DivergedError: what is trained stopped being finite.
     """
     task, state, step = run.task, run.state, run.state.step + 1
-    run.display.board.show(task.preview(batch), step)
+    if (board := run.display.board) is not None:
+        board.show(task.preview(batch), step)
     plan = task.plan(state, batch)
     run.clock.mark("other")
     run.intact = False
-    launchers.note_phase(f"step {step}, optimize")
+    run.enter("optimize", f"step {step}, optimize")
     try:
-        result = optimize(task, plan, state, run.stop, lambda done, total: run.display.board.enter(
-            "optimize", f", update {done + 1}/{total}"))
+        result = optimize(task, plan, state, run.stop, board and partial(board.enter, "optimize"))
         if not task.trained.is_finite():
             raise diverged(task, f"The policy's weights became non-finite in step {step}.")
     except DivergedError as error:
@@ -226,8 +233,7 @@ def _due(every: int | None, step: int) -> bool:
 def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """The row with evaluation figures, and whether this is a best to keep. Commits the state."""
     task, step = run.task, run.state.step
-    launchers.note_phase(f"evaluation after step {step}")
-    run.display.board.enter("evaluation")
+    run.enter("evaluation", f"evaluation after step {step}")
     evaluation = task.evaluate(context_of(task, step, run.stop, run.clock))
     run.clock.mark("eval")
     spent = run.clock.take()
@@ -265,8 +271,7 @@ def save(run: Run) -> None:
     """
     task, state = run.task, run.state
     task.backend.ranks.first_does(lambda: check_place(run))
-    launchers.note_phase(f"saving step {state.step}")
-    run.display.board.enter("saving")
+    run.enter("saving", f"saving step {state.step}")
     saved = run_logs.finite_or_null(state.to_json())
 
     def put(write: Callable[[Path], None]) -> None:

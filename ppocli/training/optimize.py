@@ -23,7 +23,7 @@ from ppocli.config import tasks
 from ppocli.config.schema_training import SchedulerConfig
 from ppocli.distributed.backend import Backend, to_device
 from ppocli.distributed.deepspeed_internals import local_part
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.layout import in_groups, longest_first
 from ppocli.runs import faults
@@ -198,11 +198,11 @@ def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -
 
 
 def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
-             tell: Callable[[int, int], None] = lambda done, total: None) -> OptimizeResult:
+             tell: Callable[[str], None] | None = None) -> OptimizeResult:
     """Make the planned updates; what is trained and its optimizer change in place.
 
     Args:
-        tell: called before each update with the number done and the total.
+        tell: called before each update with its number, as ``, update 2/8``.
 
     Raises:
         DivergedError: ``ppo.max_nonfinite`` non-finite updates in a row.
@@ -219,7 +219,8 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         left = (perf_counter() - started) / max(done, 1) * (len(groups) - done)
         if ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
             stop.meet()
-        tell(done, len(groups))
+        if tell is not None:
+            tell(f", update {done + 1}/{len(groups)}")
         for part in trained.optimizer.param_groups:
             part["lr"] = part["base_lr"] * (plan.rate_factors.get(part["role"], 1.0) * lr_factor(
                 task.schedule(part["role"]), state.updates + verdicts[Verdict.STEP], total_updates))

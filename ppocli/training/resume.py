@@ -20,8 +20,8 @@ from ppocli.models import sharded_weights
 from ppocli.models.loading.load_adapters import fill_adapter
 from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing, loop, optimizers
-from ppocli.training.state import Generators, Pace, TrainState, seed_generators
-from ppocli.training.task import RunLength, Task
+from ppocli.training.state import Generators, Pace, RunLength, TrainState, seed_generators
+from ppocli.training.task import Task
 
 log = logging.getLogger("ppocli")
 

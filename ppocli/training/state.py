@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from ppocli.config import schema, tasks
 from ppocli.errors import CheckpointError
 
 PHASES = ("startup", "rollout", "reward", "scoring", "optimize", "gather", "other", "eval",
@@ -96,7 +97,7 @@ class PhaseClock:
 
     device: torch.device
     last: Moment = field(default_factory=Moment.now)
-    tell: Callable[[str], None] = lambda name: None
+    tell: Callable[[str], None] | None = None
     """hears of each mark"""
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
@@ -109,7 +110,8 @@ class PhaseClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + now.wall - self.last.wall
         self.cpu_seconds[name] = self.cpu_seconds.get(name, 0.0) + now.cpu - self.last.cpu
         self.last = now
-        self.tell(name)
+        if self.tell is not None:
+            self.tell(name)
 
     def take(self) -> Spent:
         """What was booked since it was last taken."""
@@ -304,6 +306,44 @@ class TrainState:
             for name, value in more.items():
                 total[name] = total[name] + value if name in total else value
         return replace(self, **sums)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """How many samples and steps a run has, under its present configuration."""
+
+    samples_per_step: int
+    """samples of a full step"""
+    total_samples: int
+    total_steps: int
+    """the last step may be smaller"""
+    pace: Pace
+    """since when steps are of this size"""
+
+    @staticmethod
+    def of(cfg: schema.TrainConfig, examples: int | None = None, pace: Pace | None = None
+           ) -> RunLength:
+        """The length of a run.
+
+        Args:
+            examples: rows of the data set, or prompts, where the length depends on them.
+            pace: of a run that is resumed.
+        """
+        size = tasks.samples_per_step(cfg)
+        pace = pace or Pace(size)
+        steps = tasks.steps_asked(cfg)
+        samples = (tasks.planned_samples(cfg, examples) or 0 if steps is None else
+                   pace.episodes + (max(steps, pace.step) - pace.step) * pace.num_rollouts)
+        left = max(samples - pace.episodes, 0)
+        return RunLength(size, samples, pace.step + -(-left // size), pace)
+
+    def total_updates(self, cfg: schema.TrainConfig, state: TrainState) -> int:
+        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
+        samples still to come."""
+        settings = tasks.updates_of(cfg)
+        full, rest = divmod(max(self.total_samples - state.episodes, 0), self.samples_per_step)
+        return (state.updates + full * tasks.updates_of_samples(settings, self.samples_per_step)
+                + tasks.updates_of_samples(settings, rest))
 
 
 def torch_versions() -> dict[str, str]:

@@ -20,10 +20,10 @@ import torch
 from ppocli.config import schema, schema_training, tasks
 from ppocli.config.user_code import CodeSetting, Kind, build, check_class
 from ppocli.distributed.backend import Backend, PassRows
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.runs.episode import Sample
-from ppocli.training.state import Pace, PhaseClock, TrainState
+from ppocli.training.state import PhaseClock, RunLength, TrainState
 
 if TYPE_CHECKING:
     from ppocli.training.checkpoint_writing import SavedModel
@@ -185,44 +185,6 @@ class Evaluation:
     """rows for samples.jsonl"""
     tokens: int = 0
     """tokens generated"""
-
-
-@dataclass(frozen=True, slots=True)
-class RunLength:
-    """How many samples and steps a run has, under its present configuration."""
-
-    samples_per_step: int
-    """samples of a full step"""
-    total_samples: int
-    total_steps: int
-    """the last step may be smaller"""
-    pace: Pace
-    """since when steps are of this size"""
-
-    @staticmethod
-    def of(cfg: schema.TrainConfig, examples: int | None = None, pace: Pace | None = None
-           ) -> "RunLength":
-        """The length of a run.
-
-        Args:
-            examples: rows of the data set, or prompts, where the length depends on them.
-            pace: of a run that is resumed.
-        """
-        size = tasks.samples_per_step(cfg)
-        pace = pace or Pace(size)
-        steps = tasks.steps_asked(cfg)
-        samples = (tasks.planned_samples(cfg, examples) or 0 if steps is None else
-                   pace.episodes + (max(steps, pace.step) - pace.step) * pace.num_rollouts)
-        left = max(samples - pace.episodes, 0)
-        return RunLength(size, samples, pace.step + -(-left // size), pace)
-
-    def total_updates(self, cfg: schema.TrainConfig, state: TrainState) -> int:
-        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
-        samples still to come."""
-        settings = tasks.updates_of(cfg)
-        full, rest = divmod(max(self.total_samples - state.episodes, 0), self.samples_per_step)
-        return (state.updates + full * tasks.updates_of_samples(settings, self.samples_per_step)
-                + tasks.updates_of_samples(settings, rest))
 
 
 class Resume:

@@ -25,7 +25,7 @@ from sessions import (
 
 from ppocli.config.schema import TrainConfig
 from ppocli.distributed.backend import open_ranks
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.models.sharded_weights import gathered, optimizer_slots
 from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.ppo_task import PPOTask

@@ -51,9 +51,8 @@ def main(config: str, out: str) -> None:
         trainer.save_checkpoint()
     with PPOTrainer([f"resume={trainer.run_dir}"]) as trainer:
         queries, responses, masks = (share(rows, rank, world) for rows in (
-            [torch.tensor([4, 9]), torch.tensor([[12]]), torch.tensor([7, 8]), torch.tensor([5])],
-            [torch.tensor([4, 9, 1]), torch.tensor([[12, 5]]), torch.tensor([30]),
-             torch.tensor([9, 3, 3, 1])], [[1, 0, 1], [0, 1], [1], [1, 1, 0, 0]]))
+            [[4, 9], [12], [7, 8], [5]], [[4, 9, 1], [12, 5], [30], [9, 3, 3, 1]],
+            [[1, 0, 1], [0, 1], [1], [1, 1, 0, 0]]))
         scores = share([1.0, -1.0, 0.5, 2.0], rank, world)
         note("given", trainer, trainer.step(queries, responses, scores, masks))
         found |= {f"weight/{name}": value.detach().clone() for name, value in

@@ -1,29 +1,27 @@
 """Whole runs of several processes through the command: results, stops, deaths, and what is left."""
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import jsonl, read_json, stable_rows
+from helpers import jsonl, stable_rows
 from ranks import REWARD, close_to, rows_of, wait_for_no_ranks
-from runs import assert_tidy, copied, last_checkpoint, run, spawn, wait_for, words
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from runs import (
+    RM_WORDS,
+    assert_tidy,
+    copied,
+    last_checkpoint,
+    run,
+    spawn,
+    wait_for,
+    words,
+    write_pairs,
+)
 
 import ppocli
 from ppocli.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def assert_plain(exported: Path, model: Path) -> None:
-    """Two folders hold whole models for transformers alone that say the same within rounding."""
-    ids = AutoTokenizer.from_pretrained(exported)("the film was", return_tensors="pt").input_ids
-    one, other = (AutoModelForCausalLM.from_pretrained(folder).eval()
-                  for folder in (exported, model))
-    with torch.no_grad():
-        assert torch.allclose(one(ids).logits, other(ids).logits, atol=1e-4)
 
 
 def assert_two_come_to_what_one_comes_to(world: Path, hardware: str, *more: str) -> None:
@@ -60,17 +58,22 @@ def test_samples_that_wait_are_resumed_with(world, hardware):
     assert stable_rows(stopped / "metrics.jsonl") == stable_rows(world / "runs/two/metrics.jsonl")
 
 
+SFT_WORDS = ("model.path=lm", "data.path=pairs.jsonl", "data.columns.completion=chosen",
+             "data.val=0.25", "sft.epochs=1", "sft.mini_batch_size=5", "sft.micro_batch_size=2",
+             "sft.neftune=5", "sft.eval_samples=3", "generation.max_new_tokens=6",
+             "hardware.device=cpu", "hardware.num_threads=1", "hardware.gemm=default")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
-def test_what_follows_a_training_needs_one_process_whatever_that_had(world, hardware, app):
-    assert_two_come_to_what_one_comes_to(world, hardware)
-    judged = app("eval", "runs/two", "--json", code=0)
-    summary = read_json(world / "runs/two/summary.json")
-    found = json.loads(judged.out)["figures"]["reward_mean"]
-    assert found == pytest.approx(summary["eval_after"]["reward_mean"], abs=1e-4)
-    app("export", "runs/two", "--step", "4", "-o", "plain", code=0)
-    assert_plain(world / "plain", world / "runs/one/model")
-    assert_plain(world / "runs/two/model", world / "runs/one/model")
+@pytest.mark.parametrize(("task", "given"), [
+    ("sft", SFT_WORDS), ("reward-model", (*RM_WORDS, "hardware.gemm=default"))])
+@pytest.mark.parametrize("hardware", ["ddp", "zero3"])
+def test_trainings_on_data_give_the_numbers_of_one_process(world, task, given, hardware):
+    write_pairs(world)
+    run(task, *given, "run_name=one", cwd=world, code=0)
+    run(task, *given, "run_name=two", f"hardware={hardware}", cwd=world, code=0,
+        ACCELERATE_USE_CPU="True")
+    assert close_to(*(stable_rows(world / f"runs/{name}/metrics.jsonl") for name in ("one", "two")))
 
 
 @pytest.mark.slow
@@ -88,7 +91,7 @@ def test_a_reference_that_follows_is_the_same_on_two_and_after_a_kill(world, har
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("hardware", ["ddp", "zero3"])
 def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
     (world / "odd.py").write_text(REWARD)
     given = ["reward.fn=odd.py:unlike", f"hardware={hardware}", "ppo.num_steps=6",
@@ -113,23 +116,9 @@ def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
 
 
 @pytest.mark.slow
-def test_three_ranks_sum_in_one_order_in_every_process(world):
-    """DDP lays its buckets out anew after a process's first update, and with them the order that
-    three gradients are summed in."""
-    run("train", *words("run_name=three", "hardware=ddp", "hardware.num_processes=3",
-                        "ppo.mini_batch_size=12", "ppo.micro_batch_size=2"), cwd=world, code=0)
-    again = copied(world / "runs/three", world / "again/three", last_step=2)
-    assert "find_unused" not in run("resume", str(again), cwd=world, code=0).said
-    assert stable_rows(again / "metrics.jsonl") == stable_rows(world / "runs/three/metrics.jsonl")
-    one, other = (path / "model/model.safetensors" for path in (world / "runs/three", again))
-    assert one.read_bytes() == other.read_bytes()
-
-
-@pytest.mark.slow
 def test_scoring_beside_generation_keeps_ranks_in_step(world):
     """With drawn lengths, a sweep at evaluation and the reference's responses: all that ranks
     share out among them."""
-    (world / "odd.py").write_text(REWARD)
     more = ("reward.overlap=always", "ppo.chunk_size=2", "generation.length_sampler=[3,6]",
             "generation.eval.top_k=[0,3]", "eval.ref_responses=true", "prompts.eval.repeat=2",
             "tracking.log_rollouts=true", "ppo.num_steps=2")
@@ -144,18 +133,11 @@ def test_scoring_beside_generation_keeps_ranks_in_step(world):
                 if row["step"] < 2]  # by one policy on all processes
 
     assert told(left) == told(right)
-    done = run("train", *words("run_name=bad", "reward.fn=odd.py:broken_on_one_rank",
-                               "hardware=ddp", "eval.at_start=false", *more[:2]), cwd=world, code=7)
-    assert "rank 1, reward" in done.err
-    wait_for_no_ranks(world / "runs/bad")
 
 
 @pytest.mark.parametrize(("more", "text"), [
     (["hardware.offload_param=true", "hardware.zero_stage=2"], "hardware.offload_param, "),
-    (["hardware.offload_optimizer=true"], "hardware.offload_optimizer, "),
     (["hardware.num_nodes=2"], "torchrun --nnodes=2 --nproc-per-node=1"),
-    (["hardware.node_rank=1"], "torchrun or srun starts the processes of several machines"),
-    (["hardware.deepspeed_config=ds.json"], "hardware.deepspeed_config, hardware.zero_stage"),
     (["hardware.deepspeed_config=none.json", "hardware.zero_stage=1"], "can't be read as JSON")])
 def test_contradictions_are_told_before_anything_starts(world, command, more, text):
     assert text in command(*words(*more), code=2).said

@@ -1,16 +1,10 @@
 """Rewards that want the samples of all ranks in one call, on rank 0."""
 
-from pathlib import Path
 
 import pytest
 from helpers import jsonl, read_json, write_jsonl
-from ranks import largest_difference, odd_config, run_job
 from runs import run, words
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppocli.config.config_yaml import read_config
-
-ELSEWHERE = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
 STATEFUL = '''\
 import json
 import os
@@ -79,19 +73,6 @@ def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):
 
 
 @pytest.mark.slow
-def test_a_stored_scale_reaches_ranks_that_have_not_built_the_reward_model(world):
-    AutoTokenizer.from_pretrained(world / "lm").save_pretrained(world / "rm")
-    config = AutoConfig.from_pretrained(world / "lm", num_labels=1)
-    config.score_mean, config.score_std = 0.5, 2.0
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(world / "rm")
-    run("train", *words("run_name=two", "hardware=ddp", *KEYS[:-1], "reward.fn=reward_model",
-                        "reward.kwargs.model=rm", "reward.scale=ref", "reward.center=true",
-                        "reward.ranks=first"), cwd=world, code=0)
-    reward = read_config(world / "runs/two/config.yaml").reward
-    assert (reward.ref_mean, reward.ref_std) == (0.5, 2.0)
-
-
-@pytest.mark.slow
 def test_the_key_says_it_for_any_function(world):
     (world / "odd.py").write_text(STATEFUL)
     given = ["reward.fn=odd.py:ranked", "tracking.log_rollouts=true", *KEYS, "ppo.chunk_size=8"]
@@ -105,60 +86,3 @@ def test_the_key_says_it_for_any_function(world):
     assert found["first"] == found["one"]
     assert found["one"][1] == 2.0  # 0 to 4
     assert found["all"] != found["one"]
-
-
-@pytest.mark.slow
-def test_steps_are_the_same_on_several_ranks(world):
-    (world / "steps.py").write_text(
-        "def score(steps):\n    return [[float(len(step)) for step in own] for own in steps]\n\n\n"
-        "def cut(responses):\n    return [[text[:4], text[4:]] if text[4:] else [text] * bool(text)"
-        "\n            for text in responses]\n\n\n"
-        "def measure(steps):\n    return {'steps': [len(own) for own in steps]}\n")
-    given = ["reward.fn=steps.py:score", "reward.step_fn=steps.py:cut", *KEYS, "ppo.chunk_size=8",
-             "tracking.log_rollouts=true", "tracking.rollout_tokens=true",
-             "reward.metric_fn=steps.py:measure"]
-    found = []
-    for name, more in WAYS.items():
-        run("train", *words(f"run_name={name}", *given, *more), cwd=world, code=0)
-        summary = read_json(world / f"runs/{name}/summary.json")
-        found.append(([(row["score"], row["token_rewards"])
-                       for row in jsonl(world / f"runs/{name}/samples.jsonl")
-                       if row["kind"] == "rollout"], summary["eval_after"]["metrics/steps"]))
-    assert found[0] == found[1] == found[2]
-    assert any(len([value for value in rewards if value]) == 2 for _, rewards in found[0][0])
-
-
-@pytest.mark.slow
-def test_functions_of_other_libraries_are_called_alike_on_several_ranks(world):
-    """The messages of a chat, the state and the logs of TRL, the EOS text and the lists of trlX."""
-    rows = jsonl(world / "prompts.jsonl")
-    write_jsonl(world / "prompts.jsonl", (
-        {**row, "ground_truth": "x", "data_source": "d"} for row in rows))
-    (world / "elsewhere.py").write_text(ELSEWHERE.read_text())
-    fns = {"dense": "dense_reward_fn", "log": "logging_reward", "one": "my_reward_fn"}
-    given = ["tracking.log_rollouts=true", *KEYS, "ppo.chunk_size=8", "ppo.num_steps=2",
-             *(f"reward.fns.{name}.fn=elsewhere.py:{fn}" for name, fn in fns.items())]
-    found = {}
-    for name, more in WAYS.items():
-        told = [word for word in words(f"run_name={name}", *given, *more)
-                if not word.startswith(("reward.fn=", "reward.metric_fn="))]
-        run("train", *told, cwd=world, code=0)
-        config = read_config(world / f"runs/{name}/config.yaml")
-        samples = jsonl(world / f"runs/{name}/samples.jsonl")
-        metrics = jsonl(world / f"runs/{name}/metrics.jsonl")
-        first = [row for row in samples if row["kind"] == "rollout" and row["step"] == 1]
-        found[name] = ([entry.get("style") for entry in config.reward.fns.values()],
-                       [(row["rewards"], row["extra"]) for row in first],
-                       [row["extra"]["at"] for row in samples],
-                       [row.get("logged/accuracy") for row in metrics])
-    assert found["one"][0] == ["trlx", "trl", "verl"]
-    assert found["first"] == found["all"] == found["one"]
-
-
-@pytest.mark.slow
-def test_one_update_is_the_same_wherever_the_reward_runs(tmp_path):
-    one, *others = (run_job(tmp_path, f"job{i}", odd_config(tmp_path, **{"reward.ranks": ranks}),
-                            world=world)
-                    for i, (world, ranks) in enumerate([(1, "all"), (4, "first"), (4, "all")]))
-    for other in others:
-        assert largest_difference(one, other, "experience/") < 1e-5

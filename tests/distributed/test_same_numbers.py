@@ -2,7 +2,7 @@
 
 
 import pytest
-from helpers import mostly_slow, write_jsonl
+from helpers import write_jsonl
 from ranks import assert_same_update, largest_difference, odd_config, run_job, under
 
 slow = pytest.mark.slow
@@ -33,25 +33,27 @@ def one_and_two(folder, config: dict, more: dict) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 3), *(
     pytest.param(*pair, marks=slow) for pair in [
-        (2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)])])
+        (2, 0), (2, 1), (2, 2), (4, 0), (4, 3), (1, 2)])])
 def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, stage):
     found = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=world)
     assert_same_update(alone, found)
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, stage):
-    one, _ = one_and_two(tmp_path, {**config, "model.peft": LORA}, under(stage, tmp_path))
+@pytest.mark.parametrize(("stage", "critic"), [
+    (0, "head"), (3, "head"), (0, "adapter"), (1, "adapter"), (2, "adapter"), (3, "adapter")])
+def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, stage, critic):
+    one, _ = one_and_two(tmp_path, {**config, "model.peft": LORA, "model.value.kind": critic},
+                         under(stage, tmp_path))
     trained = {name for name in one if name.startswith("weight/lm.")}
     assert trained
     assert all("lora_" in name for name in trained)
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("keys", [
-    {"ppo.micro_batch_size": 1}, {"ppo.micro_batch_size": 5}, {"ppo.micro_batch_tokens": 23},
+    {"ppo.micro_batch_size": 5},
     {"ppo.micro_batch_tokens": 23, "hardware.gather_for_generation": False}])
 def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     found = run_job(tmp_path, "many", {**config, **under(stage, tmp_path), **keys}, world=2)
@@ -61,15 +63,11 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
 @slow
 @pytest.mark.parametrize("changes", [
     {"hardware.zero_stage": 3, "hardware.offload_optimizer": True, "hardware.offload_param": True},
-    {"hardware.zero_stage": 2, "hardware.offload_optimizer": True},
     {"hardware.zero_stage": 3, "model.gradient_checkpointing": True},
     {"hardware.zero_stage": 2, "model.num_layers_unfrozen": 1},
-    {"ppo.critic_warmup_steps": 1}, {"hardware.zero_stage": 3, "ppo.critic_warmup_steps": 1},
-    {"ppo.critic_epochs": 2, "ppo.optimizer.momentum": 0.9},
+    {"hardware.zero_stage": 3, "ppo.critic_warmup_steps": 1}, {"ppo.critic_epochs": 2},
     {"ppo.loss_aggregation": "seq-mean-token-mean", "ppo.whiten_rewards": True},
-    {"ppo.optimizer.momentum": 0.9}, {"hardware.zero_stage": 2, "ppo.optimizer.momentum": 0.9},
-    {"ppo.kl_in": "loss", "ppo.dual_clip": 2.0, "ppo.cliprange_high": 0.3},
-    {"ppo.kl_in": "loss", "ppo.kl_estimator": "full", "hardware.zero_stage": 2},
+    {"hardware.zero_stage": 2, "ppo.optimizer.momentum": 0.9},
     {"ppo.kl_in": "loss", "ppo.kl_estimator": "full", "hardware.zero_stage": 3,
      "model.reference.shard": False}])
 def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
@@ -78,9 +76,8 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "keys"), mostly_slow(
-    range(4), [{}, {"model.value.kind": "model"}, {"ppo.micro_batch_size": 5}],
-    quick=lambda stage, keys: stage == 0 and not keys))
+@pytest.mark.parametrize(("stage", "keys"), [
+    (0, {"model.value.kind": "model"}), (3, {"ppo.micro_batch_size": 5})])
 def test_examples_that_are_mixed_in_are_the_same_on_two_ranks(config, tmp_path, stage, keys):
     """3 examples an update, of which one rank gets two micro-batches less than samples."""
     write_jsonl(tmp_path / "texts.jsonl", (
@@ -91,9 +88,8 @@ def test_examples_that_are_mixed_in_are_the_same_on_two_ranks(config, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("advantage", "stage"), [("grpo", 0), *(
-    pytest.param(name, stage, marks=slow)
-    for name, stage in [("grpo", 2), ("grpo", 3), ("rloo", 0), ("rloo", 3), ("reinforce_pp", 0)])])
+@pytest.mark.parametrize(("advantage", "stage"), [
+    ("grpo", 0), ("rloo", 3), ("reinforce_pp", 0)])
 def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path, advantage, stage):
     """14 samples in groups of two, which chunks of 3 and shares of the ranks cut through."""
     base = {**config, "ppo.advantage": advantage, "ppo.n": 2, "ppo.num_rollouts": 14}
@@ -110,18 +106,15 @@ GROUPS = {"ppo.advantage": "grpo", "ppo.n": 2, "ppo.num_rollouts": 14, "ppo.gae_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "stage"), [({}, 0), *(
-    pytest.param(keys, stage, marks=slow) for keys, stage in [
-        ({}, 1), ({}, 2), ({}, 3), ({"model.peft": LORA}, 0), ({"model.peft": LORA}, 3),
-        ({"model.num_layers_unfrozen": 1}, 0), ({"model.num_layers_unfrozen": 1}, 2),
-        (GROUPS, 0), (GROUPS, 3)])])
+@pytest.mark.parametrize(("keys", "stage"), [
+    ({}, 3), ({"model.peft": LORA}, 0), ({"model.num_layers_unfrozen": 1}, 2), (GROUPS, 0)])
 def test_episodes_of_several_turns_are_the_same_on_two_ranks(config, tmp_path, keys, stage):
     one, _ = one_and_two(tmp_path, {**config, **PLAYS, **keys}, under(stage, tmp_path))
     assert int(one["experience/response_mask"].sum(1).max()) > 5, "no episode has a second turn"
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage):
     """The second of four updates is not finite, and the ratio guard refuses none."""
     settings = {**config, **ADAM}
@@ -133,7 +126,7 @@ def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, stage):
     # in one process the ratios are 1 + 1e-7, 0.9987, 0.9950, 1.0072 and the KLs 2e-8, 1.4e-3, ...:
     # thresholds far from all of them, which rounding can't cross
@@ -150,7 +143,7 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 
 @slow
 @pytest.mark.parametrize("peft", [None, LORA])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage, peft):
     """Saved after the first step, read for the second: byte for byte on as many ranks, and within
     rounding in one process, which reads the same files."""
@@ -168,12 +161,3 @@ def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage
         assert largest_difference(through, again, prefix) == 0.0, prefix
     one = run_job(tmp_path, "one", config, f"load={saved}", world=1)
     assert largest_difference(through, one, "state/") < 1e-6
-
-
-@slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_checkpoint_of_one_process_goes_on_under_every_stage(config, tmp_path, stage):
-    config, saved = {**config, **ADAM}, tmp_path / "checkpoint"
-    one = run_job(tmp_path, "one", config, f"save={saved}", world=1)
-    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, f"load={saved}", world=2)
-    assert largest_difference(one, many, "state/") < 1e-6

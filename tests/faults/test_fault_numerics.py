@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from helpers import jsonl, read_json
 from runs import words
@@ -30,21 +29,13 @@ def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command
     dump = folder / "nonfinite-dump/step-000003"
     assert str(dump) in ended.err
     assert [row["episode"] for row in jsonl(dump / "samples.jsonl")] == list(range(24, 36))
-    # the fault gone, the run goes on from there
-    inject("")
-    assert command(f"resume={folder}").code == 0
-    assert [row["step"] for row in jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("lr", [pytest.param("1e4", marks=pytest.mark.slow), "1e38"])
-def test_a_learning_rate_that_blows_up_never_saves_a_broken_policy(lr, command, world):
-    ended = command(*words("run_name=r", f"ppo.optimizer.lr={lr}", "ppo.max_grad_norm=null",
-                           "ppo.ratio_threshold=null", "ppo.optimizer.name=sgd"))
-    assert ended.code in (0, 4), ended.said
+def test_a_learning_rate_that_blows_up_never_saves_a_broken_policy(command, world):
+    ended = command(*words("run_name=r", "ppo.optimizer.lr=1e38", "ppo.max_grad_norm=null",
+                           "ppo.ratio_threshold=null", "ppo.optimizer.name=sgd"), code=4)
+    assert "non-finite" in ended.err
     finite_checkpoints(world / "runs/r")
-    if lr != "1e4":
-        assert ended.code == 4, ended.said
-        assert "non-finite" in ended.err
 
 
 def push_eos(lm: Path, logit: float) -> None:
@@ -58,20 +49,12 @@ def push_eos(lm: Path, logit: float) -> None:
     save_file(tensors, lm / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("logit", "length", "hint"), [
-    pytest.param(100.0, 1.0, "Every response is empty for 3 steps", marks=pytest.mark.slow),
-    (-100.0, 8.0, "Every response ran to the full 8 tokens for 3 steps")])
-def test_responses_that_end_at_once_or_never_stay_finite_and_are_told(logit, length, hint, command,
-                                                                      world):
-    push_eos(world / "lm", logit)
-    assert hint in command(*words("run_name=r", "ppo.optimizer.lr=1e-6"), code=0).err
+def test_responses_that_never_end_stay_finite_and_are_told(command, world):
+    push_eos(world / "lm", -100.0)
+    assert "Every response ran to the full 8 tokens for 3 steps" in command(
+        *words("run_name=r", "ppo.optimizer.lr=1e-6"), code=0).err
     for row in jsonl(world / "runs/r/metrics.jsonl")[1:]:
-        assert row["rollout/response_tokens_mean"] == length
+        assert row["rollout/response_tokens_mean"] == 8.0
         # of returns without any spread nothing can be explained
         assert {name for name, value in row.items() if value is None} <= {"val/var_explained"}
     assert "NaN" not in (world / "runs/r/samples.jsonl").read_text()
-
-
-def test_out_of_memory_names_what_to_lower(command, inject, world):
-    inject("score.before@6:oom")
-    assert "ppo.micro_batch_size" in command(*words("run_name=r"), code=8).err

@@ -45,14 +45,7 @@ def _set(key: str, value: str):
 
 ATTACKS = {
     "no rollouts": ("config.yaml", _set("num_rollouts", "0"), "num_rollouts: 0 must be >= 1"),
-    "less than no steps": ("config.yaml", _set("num_steps", "-3"), "num_steps: -3 must be >= 1"),
-    "a number of 5000 digits": ("config.yaml", _set("num_steps", "9" * 5000), "can't be read"),
     "deep YAML": ("config.yaml", lambda path: path.write_text(f"a: {DEEP}"), "can't be read"),
-    "deep JSON in the lock": (".lock", lambda path: path.write_text(DEEP), None),
-    "an infinite process": (".lock", lambda path: path.write_text(
-        '{"pid": 1e999, "host": "", "boot": "", "started": 1}'), None),
-    "JSON just not too deep": ("summary.json", lambda path: path.write_text(
-        '{"status": ' + "[" * 500 + "]" * 500 + "}"), None),
     "a deep row": ("metrics.jsonl", lambda path: path.write_text('{"step": ' + DEEP), None),
 }
 

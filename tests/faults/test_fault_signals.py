@@ -1,20 +1,15 @@
 """Being told to stop: where it happens, what is said, and that the run goes on exactly. Terminals
 that go away, tokens in the environment, sweeps with a job that fails."""
 
-import os
-import signal
 
 import pytest
 from helpers import read_json
-from runs import PLANTED, assert_equal_runs, resumed, run, shell, spawn, wait_for, words
+from runs import PLANTED, assert_equal_runs, resumed, run, shell, words
 
 CODES = {"term": 143, "int": 130}
-# where in the run the signal comes; the passes are of the second step or later
 PLACES = {"first evaluation": "rollout.token@3", "rollout": "rollout.token@70",
-          "scoring": "score.before@7", "after scoring": "score.after@8",
-          "optimize": "optimize.minibatch@6", "save": "save.open@20",
-          "before the manifest": "save.before_manifest@2", "after the save": "save.after_rename@2",
-          "prune": "prune.before@2"}
+          "after scoring": "score.after@8", "optimize": "optimize.minibatch@6",
+          "save": "save.open@20", "after the save": "save.after_rename@2"}
 QUICK = {("first evaluation", "int"), ("after scoring", "term")}
 
 
@@ -37,17 +32,9 @@ def test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly(
 
 
 @pytest.mark.slow
-def test_a_stop_during_the_closing_publication_comes_too_late(command, inject, reference, world):
-    inject("export.before_rename:term")
-    command(*words("run_name=r", stateful=True), code=0)
-    assert_equal_runs(reference, world / "runs/r")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["| head -1", "2>&-", "> /dev/full"])
-def test_a_display_that_dies_does_not_end_the_training(end, world):
+def test_a_display_that_dies_does_not_end_the_training(world):
     """The terminal knows no UTF-8 and no colours either."""
-    line = f"ppocli train {' '.join(words('run_name=r', 'ppo.num_steps=2'))} {end}"
+    line = f"ppocli train {' '.join(words('run_name=r', 'ppo.num_steps=2'))} | head -1"
     done = shell(line, world, LANG="C", LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii",
                  NO_COLOR="1")
     assert "Traceback" not in done.stdout + done.stderr
@@ -58,39 +45,21 @@ def test_a_display_that_dies_does_not_end_the_training(end, world):
 
 
 @pytest.mark.parametrize("word", [
-    f"+hub_token={PLANTED}", f"reward.kwargs.token={PLANTED}", f"run_name={PLANTED}",
-    "model.path=${oc.env:HF_TOKEN}", f"model.path=https://user:{PLANTED}@huggingface.co/x"])
+    f"reward.kwargs.token={PLANTED}", "model.path=${oc.env:HF_TOKEN}",
+    f"model.path=https://user:{PLANTED}@huggingface.co/x"])
 def test_a_token_in_a_word_is_refused_unshown(word, command, world, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
     assert PLANTED not in command(*words(word), code=2).said
     assert not (world / "runs").exists()
 
 
-def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world):
-    (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('nothing')\n")
+def test_a_sweep_with_an_invalid_job_runs_the_others(world):
     given = words("ppo.num_steps=1", "hydra.sweep.dir=sweep")
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]
-    ended = run("train", "-m", *given, "reward.fn=bad.py:score,gone.py:score,rewards.py:plain",
-                cwd=world, code=11)
+    ended = run("train", "-m", *given, "reward.fn=gone.py:score,rewards.py:plain", cwd=world,
+                code=11)
     assert [line.split()[:2] for line in ended.out.splitlines()[1:]] == [
-        ["0", "failed"], ["1", "planned"], ["2", "finished"]]
-    assert "2 of 3 jobs failed" in ended.err
+        ["0", "planned"], ["1", "finished"]]
+    assert "1 of 2 jobs failed" in ended.err
     assert "gone.py" in ended.err
-    assert (world / "sweep/2/model/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_stopped_sweep_stops_its_job_cleanly_and_goes_on(world):
-    given = ["train", "-m", *words("ppo.num_steps=3", "hydra.sweep.dir=sweep"), "seed=1,2"]
-    process = spawn(*given, cwd=world, PPOCLI_FAULTS="score.before@8:sleep=3")
-    wait_for((world / "sweep/0/checkpoints/step-000001").exists, process)
-    os.kill(process.pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    assert "stopped by SIGTERM" in err
-    assert "Traceback" not in err
-    assert read_json(world / "sweep/0/summary.json")["status"] == "stopped"
-    assert not (world / "sweep/1/model").exists()
-    assert "stopped" in out
-    run("sweep", "resume", "sweep", cwd=world, code=0)
-    assert all((world / f"sweep/{job}/model/config.json").is_file() for job in (0, 1))
+    assert (world / "sweep/1/model/model.safetensors").is_file()

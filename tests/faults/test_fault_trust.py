@@ -77,7 +77,7 @@ def stranger(finished: Path, here: Path, mark: Path) -> Path:
 @pytest.mark.parametrize("given", [
     "eval dl/run", "resume dl/run ppo.num_steps=9", *map(slow, (
         "generate dl/run -p it --score", "serve-reward resume=dl/run --port 0",
-        "validate resume=dl/run", "resume dl/run --dry-run", "train resume=dl/run"))])
+        "validate resume=dl/run"))])
 def test_a_strangers_run_runs_nothing_that_it_names(given, stranger, app, mark):
     done = app(*given.split(), code=5)
     assert not mark.exists()
@@ -87,13 +87,8 @@ def test_a_strangers_run_runs_nothing_that_it_names(given, stranger, app, mark):
     assert str(trust.key_path()) in done.err
 
 
-@pytest.mark.parametrize("given", [
-    "report dl/run", "generate dl/run -p it", *map(slow, (
-        "compare dl/run dl/other", "watch dl/run --json", "runs list dl", "plot dl/run",
-        "export dl/run", "generate dl/run -p it --reward keyword "
-        "reward.kwargs.words=[it] reward.metric_fn=null"))])
+@pytest.mark.parametrize("given", ["report dl/run", "generate dl/run -p it"])
 def test_what_needs_no_code_goes_on_without(given, stranger, app, mark):
-    shutil.copytree(stranger, stranger.parent / "other", symlinks=True)
     app(*given.split(), code=0)
     assert not mark.exists()
 
@@ -101,11 +96,8 @@ def test_what_needs_no_code_goes_on_without(given, stranger, app, mark):
 @pytest.mark.parametrize("given", [
     "export dl/run", *map(slow, (
         "eval dl/run --reward length reward.kwargs.target=3 reward.metric_fn=null",
-        "generate dl/mine -p it --against dl/run", "generate dl/run -p it",
-        "resume dl/run reward.fn=length reward.metric_fn=null",
-        "estimate resume=dl/run reward.fn=length reward.metric_fn=null"))])
+        "resume dl/run reward.fn=length reward.metric_fn=null"))])
 def test_a_models_own_code_needs_trust_as_well(given, stranger, app):
-    shutil.copytree(stranger, stranger.parent / "mine", symlinks=True)
     rewrite(stranger, lambda config: config["model"].update(trust_remote_code=True))
     done = app(*given.split(), code=5)
     assert "model.trust_remote_code: Python files that come with the model" in done.err
@@ -117,13 +109,14 @@ def test_arguments_that_let_a_built_in_run_a_models_code(stranger, app):
     assert "reward.kwargs.trust_remote_code" in app("eval", "dl/run", code=5).err
 
 
-@pytest.mark.parametrize(("key", "path"), [
-    ("task", {"fn": "dl/run/evil.py:score"}), ("rollout", {"engine": "dl/run/evil.py:score"}),
-    ("tracking", {"trackers": ["dl/run/evil.py:score"]})])
-def test_every_key_that_names_code_is_asked_about(key, path, stranger, app, mark):
-    rewrite(stranger, lambda config: (config["reward"].update(
-        fn="length", metric_fn=None, kwargs={"target": 3}), config[key].update(path)))
-    assert f"{key}." in app("resume", "dl/run", "ppo.num_steps=9", code=5).err
+def test_every_key_that_names_code_is_asked_about(stranger, app, mark):
+    code = "dl/run/evil.py:score"
+    rewrite(stranger, lambda config: (
+        config["reward"].update(fn="length", metric_fn=None, kwargs={"target": 3}),
+        config["task"].update(fn=code), config["rollout"].update(engine=code),
+        config["tracking"].update(trackers=[code])))
+    err = app("resume", "dl/run", "ppo.num_steps=9", code=5).err
+    assert [key for key in ("task.", "rollout.", "tracking.") if key not in err] == []
     assert not mark.exists()
 
 
@@ -145,19 +138,16 @@ def test_my_own_run_needs_nothing_wherever_it_lies(finished, here):
     assert trust.is_own_run(here / "link")
 
 
-@pytest.mark.parametrize("forged", ["other run", "other key", "no key", "not a list", "digest"])
+@pytest.mark.parametrize("forged", ["other run", "other key", "digest"])
 def test_a_signature_can_be_neither_moved_nor_made(forged, finished, here, monkeypatch):
     told = read_json(finished / "run.json")
     if forged == "other run":
         told["run_id"] = "0" * 16
-    elif forged == "not a list":
-        told["signed"] = told["signed"][0]
     elif forged == "digest":
         told["signed"] = [atomic.sha256_file(finished / "config.yaml")]
     else:
         monkeypatch.setenv("PPOCLI_KEY_FILE", str(here / "keys/other"))
-        if forged == "other key":
-            trust.own_key()
+        trust.own_key()
     (finished / "run.json").write_text(json.dumps(told))
     assert not trust.is_own_run(finished)
 
@@ -252,10 +242,8 @@ def located(*given: str) -> str:
 
 
 @pytest.mark.parametrize("path", [
-    "numpy:load", "numpy.load", "numpy.testing._private.utils:runstring", "mine:np.load",
-    "mine:load", "mine/__init__.py:load", ".venv/lib/python3/site-packages/other.py:score",
-    "linked/other.py:score", "../outside.py:score", "ppocli.runs.atomic:remove_tree",
-    "ppocli.config.user_code:locate", "ppocli.rewards.resolve:locate_reward"])
+    "numpy:load", "mine:np.load", "linked/other.py:score", "../outside.py:score",
+    "ppocli.config.user_code:locate"])
 def test_a_recipe_leads_to_nothing_but_code_that_is_meant_for_it(path, recipes):
     recipes(path)
     with pytest.raises(RewardError, match="a configuration file names it") as refused:
@@ -264,7 +252,7 @@ def test_a_recipe_leads_to_nothing_but_code_that_is_meant_for_it(path, recipes):
     located("+recipe=mine", f"reward.fn={path}")
 
 
-@pytest.mark.parametrize("path", ["mine:score", "mine.score", "mine/__init__.py:score", "length",
+@pytest.mark.parametrize("path", ["mine:score", "mine/__init__.py:score",
                                   "ppocli.rewards.rules:Length"])
 def test_a_recipe_may_name_the_users_own_code_and_ours(path, recipes):
     recipes(path)
@@ -297,11 +285,7 @@ def test_further_processes_are_told_what_a_recipe_names(recipes, here):
 
 # Interpolations -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("given", [
-    "eval runs/mine", *map(slow, (
-        "report runs/mine", "export runs/mine", "resume runs/mine", "generate runs/mine -p it",
-        "plot runs/mine", "compare runs/mine runs/mine",
-        "watch runs/mine"))])
+@pytest.mark.parametrize("given", ["eval runs/mine", slow("report runs/mine")])
 def test_a_runs_configuration_reads_nothing_of_mine(given, finished, app, monkeypatch, here):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
     rewrite(finished, lambda config: config["prompts"].update(template="${oc.env:HF_TOKEN} it"))
@@ -313,7 +297,7 @@ def test_a_runs_configuration_reads_nothing_of_mine(given, finished, app, monkey
                 and PLANTED.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("text", ["a ${b} it", r"a \${b} it", r"\\${oc.env:HOME}", "$$"])
+@pytest.mark.parametrize("text", ["a ${b} it", r"\\${oc.env:HOME}"])
 def test_a_text_that_looks_like_an_interpolation_stays_text(text, tmp_path):
     config = config_yaml.with_values(TrainConfig(), {"model.path": "x", "prompts.template": text})
     run_folder.write_config(config, tmp_path / "config.yaml")
@@ -324,9 +308,7 @@ def test_a_text_that_looks_like_an_interpolation_stays_text(text, tmp_path):
 
 @pytest.mark.parametrize("name", [
     ".lock", "checkpoints", *map(slow, (
-        "ppocli.log", "events", "events/x", "metrics.jsonl", "samples.jsonl",
-        "checkpoints/step-000004",
-        "trackers", "trackers/output.log", "summary.json", "nonfinite-dump"))])
+        "events/x", "metrics.jsonl", "checkpoints/step-000004", "summary.json"))])
 def test_nothing_is_written_through_a_link(name, finished, app, here):
     outside = here / "outside"
     outside.mkdir()
@@ -346,12 +328,10 @@ def test_nothing_is_written_through_a_link(name, finished, app, here):
     assert path.is_symlink()
 
 
-@pytest.mark.parametrize(("name", "given"), [
-    ("eval", "eval runs/mine --limit 1"), ("export", "export runs/mine")])
-def test_results_do_not_leave_the_run_either(name, given, finished, app, here):
+def test_results_do_not_leave_the_run_either(finished, app, here):
     (here / "outside").mkdir()
-    (finished / name).symlink_to(here / "outside")
-    assert "is a link" in app(*given.split(), code=5).err
+    (finished / "export").symlink_to(here / "outside")
+    assert "is a link" in app("export", "runs/mine", code=5).err
     assert list((here / "outside").iterdir()) == []
 
 

@@ -1,20 +1,15 @@
 """A run that was stopped and goes on: it equals the run that was not, bit for bit; of changes, what
 is taken over, what is refused, what is kept."""
 
-import os
 import random
-import re
-import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import checked, jsonl, read_json, save_lm, write_prompts
+from helpers import jsonl, read_json, save_lm, write_prompts
 from runs import (
     assert_equal_runs,
-    assert_tidy,
     copied,
     resumed,
     run,
@@ -24,30 +19,18 @@ from runs import (
 from safetensors.torch import load_file
 
 from ppocli.config.config_yaml import read_config
-from ppocli.launch.open_run_folder import open_folder
 from ppocli.rewards.scoring import Reward
 from ppocli.runs.record import read_changes, read_run
+from ppocli.runs.target import find_target
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_resuming_at_a_step_equals_the_straight_run(step, reference, tmp_path):
-    stopped = copied(reference, tmp_path / "run", step)
+def test_resuming_at_a_step_equals_the_straight_run(reference, tmp_path):
+    stopped = copied(reference, tmp_path / "run", 3)
     resumed(stopped)
     assert_equal_runs(reference, stopped)
 
 
-@pytest.mark.slow
-def test_resuming_twice_equals_the_straight_run(reference, tmp_path):
-    """What the first resumption saved is as good as what the straight run saved."""
-    stopped = copied(reference, tmp_path / "a", 1)
-    resumed(stopped)
-    assert_equal_runs(reference, stopped)
-    again = copied(stopped, tmp_path / "b", 2)
-    resumed(again)
-    assert_equal_runs(reference, again)
-
-
-def test_links_that_a_kill_left_behind_mislead_nobody(reference, here, export):
+def test_links_that_a_kill_left_behind_mislead_nobody(reference, here):
     """A kill between the rename of step 4, the best, and its links; and in the middle of files."""
     killed = copied(reference, here / "runs/r", 4)
     for name in ("best", "latest"):
@@ -56,7 +39,7 @@ def test_links_that_a_kill_left_behind_mislead_nobody(reference, here, export):
     for place in (".", "events", "checkpoints", "nonfinite-dump"):
         (killed / place).mkdir(exist_ok=True)
         (killed / place / ".tmp-0123456789abcdef").write_text("half")
-    assert export("r", "--best", code=0).out.endswith("/step-000004\n")
+    assert find_target("r", say=print, best=True).step == 4
     resumed(killed)
     for name in ("best", "latest"):
         assert (killed / "checkpoints" / name).resolve().name == "step-000004"
@@ -68,8 +51,9 @@ CRITIC = "model.value.kind={} model.value.num_layers_unfrozen=1"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [
-    CRITIC.format("model"), CRITIC.format("branch"), "model.num_layers_unfrozen=1"],
-    ids=["critic", "branch", "shared"])
+    CRITIC.format("model"), CRITIC.format("branch"), "model.num_layers_unfrozen=1",
+    "model.value.kind=adapter model.peft.type=lora model.peft.r=4 "
+    "model.peft.target_modules=all-linear"], ids=["critic", "branch", "shared", "value adapter"])
 def test_each_kind_of_model_resumes_exactly(keys, command, world):
     command(*words("run_name=straight", "model.reference.kind=auto", *keys.split()), code=0)
     stopped = copied(world / "runs/straight", world / "runs/stopped", 1)
@@ -112,13 +96,9 @@ def test_a_killed_run_still_has_the_samples_that_wait(command, world):
 
 KILLS = ["rollout.token@70:kill9"]
 MORE_KILLS = [
-    "export.before_rename@1:kill9",
-    "save.before_rename@2:kill9",
-    "save.open@1:kill9", "save.open@9:kill9", "save.open@25:kill9", "save.before_manifest@1:kill9",
-    "save.before_manifest@3:kill9", "save.before_rename@1:kill9", "save.after_rename@1:kill9",
-    "save.after_rename@4:kill9", "prune.before@1:kill9", "prune.before@3:kill9",
-    "rollout.token@1:kill9", "score.before@7:kill9", "score.after@8:kill9",
-    "optimize.minibatch@1:kill9", "optimize.minibatch@9:kill9"]
+    "export.before_rename@1:kill9", "save.open@9:kill9", "save.before_manifest@1:kill9",
+    "save.before_rename@2:kill9", "save.after_rename@1:kill9", "prune.before@1:kill9",
+    "score.after@8:kill9", "optimize.minibatch@9:kill9"]
 
 
 @pytest.mark.parametrize("fault", [
@@ -131,7 +111,7 @@ def test_kill9_at_a_point_then_resume(fault, command, reference, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_kill9_at_random_moments_then_resume(seed, reference, world):
     """Up to three kills of the process group, each at a random moment of what is left to do."""
     draw = random.Random(seed)
@@ -149,65 +129,6 @@ def test_kill9_at_random_moments_then_resume(seed, reference, world):
         process.communicate()
     run(*train, cwd=world, code=0)
     assert_equal_runs(reference, world / "runs/r")
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -> list[Path]:
-    """Copies of ``folder`` as it is before and after each call that changes files, from now on."""
-    found: list[Path] = []
-    seen: list[dict] = []
-
-    def look() -> None:
-        there = {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-                 for path in sorted(folder.rglob("*"))}
-        if folder.is_dir() and there not in seen[-1:] and not any(
-                "step-" in name for name in there):
-            seen.append(there)
-            found.append(images / f"{len(found):03d}")
-            shutil.copytree(folder, found[-1], symlinks=True)
-            for lock in found[-1].rglob(".lock"):  # of a process that is dead by then
-                lock.write_text(re.sub(r'"started": \d+', '"started": 1', lock.read_text()))
-
-    real = {name: getattr(os, name) for name in (
-        "open", "mkdir", "replace", "rename", "unlink", "pwrite", "fsync", "ftruncate", "close")}
-
-    def watched(name: str) -> Callable:
-        def call(*given, **more):
-            with monkeypatch.context() as off:
-                for each, own in real.items():
-                    off.setattr(os, each, own)
-                look()
-                result = real[name](*given, **more)
-                look()
-            return result
-
-        return call
-
-    for name in real:
-        monkeypatch.setattr(os, name, watched(name))
-    return found
-
-
-@pytest.mark.parametrize("each", [30, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_same_command_goes_on_from_every_instant(each, command, world, monkeypatch):
-    """Of a kill between any two changes of files before the first checkpoint."""
-    given = words("run_name=r", "resume=auto", "ppo.num_steps=1")
-    with monkeypatch.context() as patch:
-        images = recorded(patch, world / "runs", world / "images")
-        command(*given, code=0)
-    names = [sorted(path.name for path in image.rglob("*")) for image in images]
-    assert [] in names
-    assert len(names) > 40
-    goes_on = checked(*given)
-    for number, image in enumerate(images):
-        shutil.rmtree(world / "runs")
-        shutil.copytree(image, world / "runs", symlinks=True)
-        if number % each == each - 1:
-            command(*given, code=0)
-            assert_tidy(world / "runs/r")
-            continue
-        with open_folder(goes_on, None, print) as start:
-            assert start.config.resume == "auto"
-            assert start.resume or not list((world / "runs/r").glob(".tmp-*"))
 
 
 @pytest.fixture
@@ -238,12 +159,10 @@ def test_harmless_changes_are_listed_hold_from_here_on_and_become_the_runs_own(c
     assert not (stopped / "config.next.yaml").exists()
 
 
-@pytest.mark.parametrize(("change", "sizes"), [
-    (["ppo.num_rollouts=6"], [12, 12, 6, 6]),
-    # all samples that were planned, in steps of the new size
-    (["ppo.num_rollouts=18", "ppo.num_steps=null", "ppo.total_episodes=48"], [12, 12, 18, 6])])
-def test_steps_of_another_size_end_where_they_were_planned_to(change, sizes, command, stopped,
-                                                              monkeypatch):
+def test_steps_of_another_size_end_where_they_were_planned_to(command, stopped, monkeypatch):
+    """All samples that were planned are made, in steps of the new size."""
+    change = ["ppo.num_rollouts=18", "ppo.num_steps=null", "ppo.total_episodes=48"]
+    sizes = [12, 12, 18, 6]
     told, score = {}, Reward.score
 
     def noting(self, request):
@@ -265,28 +184,25 @@ def test_steps_of_another_size_end_where_they_were_planned_to(change, sizes, com
 
 
 def test_prompts_and_a_reference_that_have_changed_are_noticed(command, world):
-    command(*words("run_name=r", "ppo.num_steps=1"), code=0)
-    (world / "prompts.jsonl").rename(world / "kept")
-    for change, what in (
-            (lambda: write_prompts(world / "prompts.jsonl", ["it"]), "prompts, evaluation prompts"),
-            (lambda: ((world / "kept").replace(world / "prompts.jsonl"),
-                      save_lm(world / "lm", seed=5)), "reference model")):
-        change()
-        ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
-        assert f"Not what the run was started with: {what}." in ended.said
+    command(*words("run_name=r", "ppo.num_steps=1", "eval.at_start=false"), code=0)
+    write_prompts(world / "prompts.jsonl", ["it"])
+    save_lm(world / "lm", seed=5)
+    ended = command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=5)
+    for what in ("Not what the run was started with: ", "prompts, evaluation prompts",
+                 "reference model"):
+        assert what in ended.said
 
 
-def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, world):
-    assert command(*words("run_name=r", "ppo.num_steps=1")).code == 0
-    first = (world / "runs/r/model/model.safetensors").read_bytes()
-    command(f"resume={world / 'runs/r'}", "ppo.num_steps=2", code=0)
-    kept = world / "runs/r/model-step-000001/model.safetensors"
-    assert kept.read_bytes() == first
-    assert (world / "runs/r/model/model.safetensors").read_bytes() != first
-    assert read_json(world / "runs/r/summary.json")["steps"] == 2
+def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, finished):
+    first = (finished / "model/model.safetensors").read_bytes()
+    command(f"resume={finished}", "ppo.num_steps=5", code=0)
+    assert (finished / "model-step-000004/model.safetensors").read_bytes() == first
+    assert (finished / "model/model.safetensors").read_bytes() != first
+    assert read_json(finished / "summary.json")["steps"] == 5
 
 
 def test_best_is_forgotten_when_another_figure_is_asked_for(command, stopped):
-    command(f"resume={stopped}", "checkpoint.metric=metrics/words", code=0)
+    command(f"resume={stopped}", "checkpoint.metric=metrics/words", "ppo.num_steps=3",
+            code=0)
     best = read_json(stopped / "summary.json")["best"]
-    assert (best["name"], best["step"]) == ("metrics/words", 4)
+    assert (best["name"], best["step"]) == ("metrics/words", 3)

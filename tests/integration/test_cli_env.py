@@ -10,8 +10,7 @@ from runs import assert_equal_runs, copied, make_world, resumed, rewrite, run, w
 
 from ppocli import PPOTrainer
 from ppocli.errors import ConfigError
-from ppocli.publish.console import closing_table
-from ppocli.publish.live_view import Dashboard
+from ppocli.publish.live_view import Dashboard, closing_table
 from ppocli.runs.episode import in_a_table, transcript_turns
 
 PLAYS = ("env.fn=env.py:Words", "env.max_turns=3", "env.max_tokens=24",

@@ -7,25 +7,19 @@ the words of each run, and leave sweeps out; the slow ones run everything as it 
 """
 
 import importlib.util
-import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import reduce
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers import checked, environment, jsonl, read_json
 from warm import Process, begin
 
-from ppocli.builtin.names import resolve_builtin
 from ppocli.config.problems import find_problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,18 +74,6 @@ def test_commands_mean_the_same_in_bash_and_zsh():
     assert len(lines) > 150
     assert [line for line in lines if re.search(r"[\[\]*?{}^#!]|\s(~[^/]|=)|(?<!<)\(", re.sub(
         r"'[^']*'|\"[^\"]*\"", "", line))] == []
-
-
-@pytest.mark.parametrize("program", ["bash", "zsh"])
-def test_a_shell_hands_on_every_command_as_it_is_printed(program, tmp_path):
-    shell = shutil.which(program) or pytest.skip(f"no {program}")
-    lines = [line for line in typed_lines() if not re.search(r"[|&<>$]", line)]
-    assert len(lines) > 150
-    script = "\n".join(f"printf '%s\\0' {line}; printf '\\n'" for line in lines)
-    done = subprocess.run([shell, "-c", script], cwd=tmp_path, text=True, capture_output=True,
-                          check=True)
-    assert [found.rstrip("\0").split("\0") for found in done.stdout.splitlines()] == [
-        shlex.split(line) for line in lines]
 
 
 def saved_files(page: str) -> dict[str, str]:
@@ -187,45 +169,6 @@ def test_commands_of_those_who_change_over_compose(page, count, tmp_path, monkey
         assert find_problems(checked(*words, *extra).config) == []
 
 
-ELSEWHERE = {
-    "lvwerra/gpt2-imdb": str(resolve_builtin("reviews")),
-    "lvwerra/distilbert-imdb": str(resolve_builtin("reviews-sentiment")),
-    '"imdb", split="train"': '"json", data_files="imdb.jsonl", split="train"',
-    '"imdb", split="train+test"': '"json", data_files="imdb.jsonl", split="train"',
-    "batch_size=128": "batch_size=8", "total_episodes=12800": "num_rollouts=32",
-    '"model.num_layers': '"ppo.num_steps=1", "model.num_layers',
-    "eval.repeat=256": "eval.repeat=4"}
-"""what stands in for the Hub, and makes a script of that page short"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", ["like_trlx.py", "like_trl.py"])
-def test_scripts_of_those_who_change_over_run(script, tmp_path):
-    for name, content in saved_files(PORTING).items():
-        local = reduce(lambda text, other: text.replace(*other), ELSEWHERE.items(), content)
-        (tmp_path / name).write_text(local, encoding="utf-8")
-    text = "The film was " + 50 * "good and "
-    (tmp_path / "imdb.jsonl").write_text(16 * (json.dumps({"text": text}) + "\n"))
-    type_in([["python", script]], tmp_path, timeout=800, forked=True)
-    (run,) = (tmp_path / "runs").iterdir()
-    assert (run / "model/config.json").is_file()
-
-
-def test_words_of_a_sweep_of_wandb_compose(tmp_path, monkeypatch):
-    """Its agent puts KEY=VALUE, one word each, in the place of ${args_no_hyphens}."""
-    monkeypatch.chdir(tmp_path)
-    sweep = yaml.safe_load(saved_files("docs/sweeps.md")["sweep.yaml"])
-    given = {name: about.get("min", about.get("values", [None])[0])
-             for name, about in sweep["parameters"].items()}
-    env, program, command, *words, last = sweep["command"]
-    assert (env, program, command, last) == ("${env}", "${program}", "train", "${args_no_hyphens}")
-    config = checked(*words, *(f"{name}={value}" for name, value in given.items())).config
-    assert {name: attrgetter(name)(config) for name in given} == given
-    assert "wandb" in config.tracking.trackers
-    assert sweep["metric"]["name"] in explained()
-
-
 def commands_of_the_program() -> dict[str, set[str]]:
     """Command -> its own commands; what help does not show is left out."""
     import typer.main
@@ -271,15 +214,6 @@ def test_the_readme_is_short_and_the_index_lists_every_page_once():
     files = {f"{name[1:]}.md" if name.startswith("/") else f"docs/{name}.md" for name in found}
     assert set(PAGES) - files == {"docs/index.md"}
     assert all((ROOT / file).is_file() for file in files)
-
-
-def test_make_has_the_targets_that_are_named():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
-    named = {match for page in [*PAGES, "CONTRIBUTING.md"]
-             for match in re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)(?=[`\s])", text_of(page))
-             if f"`make {match}" in text_of(page) or f"$ make {match}" in text_of(page)}
-    assert {"quickstart", "test", "lint"} <= named <= targets
 
 
 def test_configuration_page_is_up_to_date():
@@ -360,31 +294,6 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
     left = {path.name for path in (here / "runs/x").iterdir()} - {".lock"}
     files = re.findall(r"`([\w.-]+)/?`", " ".join(FIRST_COLUMN.findall(text_of("docs/runs.md"))))
     assert left <= set(files)
-
-
-def test_figures_are_called_by_their_names():
-    from ppocli.publish.trackers import EVAL_SAMPLES
-
-    name = re.compile(r"`((?:objective|policy|val|loss|rollout|time|eval|reward)/[\w/]+)`")
-    for page in set(PAGES) - {"docs/metrics.md"}:  # which has those of TRL and trlX too
-        assert set(name.findall(text_of(page))) <= explained() | {EVAL_SAMPLES}, page
-
-
-def test_files_of_the_project_that_pages_name_exist():
-    path = re.compile(r"`((?:[\w-]+/)+[\w-]+\.py)`")
-    missing = {(page, name) for page in PAGES for name in path.findall(text_of(page))
-               if not name.startswith("examples/")  # of trlX and TRL
-               and not any((ROOT / folder / name).is_file() for folder in ("", "ppocli"))}
-    assert missing == set()
-
-
-def test_warnings_are_quoted_as_they_are_said():
-    from ppocli.ppo.step_metrics import ADVICE
-
-    quoted = text_of("docs/curves.md")
-    for name, advice in ADVICE.items():
-        pattern = re.sub(r"\\\{\w+(?::[^}]*)?\\\}", ".+?", re.escape(advice))
-        assert re.search(f"^warning: {pattern}$", quoted, re.MULTILINE), name
 
 
 def test_builtin_rewards_are_listed_with_their_arguments():

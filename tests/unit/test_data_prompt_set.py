@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
-from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts, prompt_indices
+from ppocli.data.data_set import PromptSet, prompt_indices
+from ppocli.data.prompt_set import load_eval_prompts, load_prompts
 from ppocli.errors import ConfigError, InputError
 
 LONG = "the film was very very good and i was not so"  # 11 words

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import PAIRS, make_tokenizer, save_lm
+from helpers import PAIRS, make_tokenizer, mostly_slow, save_lm
 from runs import app_in_process, assert_equal_runs, copied, resumed
 from sessions import count_letters, experience_of, optimize, rollout_of, session_of, small_config
 from tokenizers.processors import TemplateProcessing
@@ -38,8 +38,9 @@ def theirs_and_ours(folder, rollout, temperature=1.0):
         yield wanted, rollout.logprobs[i][mask], rollout.ref_logprobs[i][mask]
 
 
-@pytest.mark.parametrize("kind", [*PAIRS, "led", "t5gemma"])
-@pytest.mark.parametrize("source", ["decode", "forward"])
+@pytest.mark.parametrize(("kind", "source"), mostly_slow(
+    [*PAIRS, "led", "t5gemma"], ["decode", "forward"], quick=lambda kind, source: (
+        kind, source) in (("t5", "forward"), ("bart", "decode"), ("t5gemma", "decode"))))
 def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, source):
     cfg = pair_config(tmp_path, kind, generation__temperature=0.7, ppo__logprobs_from=source,
                       generation__stop_token_ids=[4, 5, 6, 7, 8, 9])
@@ -52,7 +53,8 @@ def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, s
     assert rollout.kl.abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("kind", [*PAIRS, "t5gemma"])
+@pytest.mark.parametrize("kind", mostly_slow(
+    [*PAIRS, "t5gemma"], quick=lambda kind: kind == "t5"))
 def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
     cfg = pair_config(tmp_path, kind, model__num_layers_unfrozen=1, ppo__optimizer__lr=0.01)
     with session_of(cfg, reward=count_letters) as session:

@@ -9,7 +9,7 @@ from played import stepped
 from sessions import set_keys
 
 from ppocli.config.schema import EnvConfig
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.data_set import PromptBatch
 from ppocli.environments.env_calls import Called, Calls, as_step, reset_arguments
 from ppocli.environments.registry import resolve
 from ppocli.errors import RewardError

@@ -48,6 +48,7 @@ def peak_of(work) -> int:
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("t5", {}), ("gpt2", {"model__num_layers_unfrozen": 2}),
         ("llama", {"model__value__kind": "model"}),
+        ("llama", {**LORA, "model__value__kind": "adapter"}),
         ("llama", {"model__gradient_checkpointing": True})))])
 def test_rollouts_and_updates_take_within_a_quarter_of_the_estimate(tmp_path, kind, keys):
     save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=4000, **SHAPES[kind])

@@ -52,7 +52,7 @@ def trained(cfg):
 @pytest.mark.parametrize(("kind", "source"), mostly_slow(
     KINDS, ["decode", "forward"],
     quick=lambda kind, source: (kind, source) in (
-        ("gpt2", "forward"), ("gptj", "decode"), ("llama", "decode"), ("opt", "decode"))))
+        ("gpt2", "forward"), ("opt", "decode"))))
 def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
     whole, runs, _ = trained(top_layer(tmp_path, kind, ppo__logprobs_from=source,
                                        hardware__frozen_states_mib=0))
@@ -66,7 +66,8 @@ def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
 
 @pytest.mark.parametrize(("kind", "reference"), mostly_slow(
     ["gpt2", "llama"], ["shared", "copy", "adapter"],
-    quick=lambda kind, reference: (kind == "llama") == (reference == "adapter")))
+    quick=lambda kind, reference: (kind == "llama" and reference == "adapter")
+    or (kind == "gpt2" and reference == "shared")))
 def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
     lora = {"type": "lora", "layers_to_transform": [1], "target_modules": (
         ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "up_proj"])}
@@ -106,14 +107,6 @@ def test_in_how_many_of_three_epochs_the_frozen_layers_run(tmp_path, over, epoch
     assert bool(most) == (epochs == 1)
 
 
-def test_a_critic_s_branch_below_the_split_keeps_it_running(tmp_path):
-    over = {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}
-    with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
-        assert session.policy.split is not None, "the branch leaves at the split"
-        experience = experience_of(session)
-        optimize(session, experience)
-
-
 def test_samples_without_a_score_take_their_states_with_them(tmp_path):
     cfg = top_layer(tmp_path, reward__on_invalid="skip")
 
@@ -133,8 +126,8 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
 @pytest.mark.parametrize(("kind", "source"), mostly_slow(
     [*(kind if isinstance(kind, str) else kind.values[0] for kind in DECODERS), "bloom",
      "opt with projections", "bart"], ["decode", "forward"],
-    quick=lambda kind, source: kind == "gpt2" or (source == "decode" and kind in (
-        "llama", "gptj", "bloom", "opt with projections", "bart"))))
+    quick=lambda kind, source: (kind, source) in (
+        ("gpt2", "forward"), ("opt with projections", "decode"), ("bart", "decode"))))
 def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
     """What comes before the first layer is frozen too."""
     found, projected = [], kind == "opt with projections"
@@ -142,9 +135,12 @@ def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
     save_lm(tmp_path / "lm", kind, gain=1.5, **({"word_embed_proj_dim": 16} if projected else {}))
     for reference in ("copy", "shared"):
         cfg = one_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=5,
-                        ppo__optimizer__lr=0.01, ppo__logprobs_from=source)
+                        ppo__ppo_epochs=1, ppo__optimizer__lr=0.03, ppo__logprobs_from=source)
         with session_of(cfg, reward=count_letters) as session:
             assert isinstance(session.reference, CopyReference) == (reference == "copy")
+            if reference == "shared":  # it holds what trains and nothing else
+                assert set(session.reference.frozen) == {
+                    n for n, p in session.policy.lm.named_parameters() if p.requires_grad}
             before = rollout_of(session)
             below = {n: p.clone() for n, p in session.policy.lm.named_parameters()
                      if any(part in n for part in ("embed", "project_in", "wte", "wpe"))}
@@ -176,16 +172,6 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     assert torch.equal(copied.response_tokens, shared.response_tokens)
     assert copied.kl.abs().max() > 0.01
     torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
-
-
-def test_it_holds_what_trains_and_nothing_else(tmp_path):
-    with session_of(one_layer(tmp_path, "llama")) as session:
-        policy, reference = session.policy.lm, session.reference
-        assert set(reference.frozen) == {n for n, p in policy.named_parameters() if p.requires_grad}
-        held = sum(t.numel() for t in reference.frozen.values())
-        copied = sum(p.numel() for p in policy.parameters())
-        assert reference.split.layer == 1
-        assert held < 0.6 * copied
 
 
 def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():

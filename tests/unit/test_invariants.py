@@ -25,18 +25,17 @@ from ppocli.training.state import TrainState
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", *(
-    pytest.param(name, marks=pytest.mark.long)
-    for name in ("seq-mean-token-mean", "seq-mean-token-sum"))])
+@pytest.mark.parametrize("aggregation", [
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
+    cfg = small_config(tmp_path, ppo__mini_batch_size=16, ppo__loss_aggregation=aggregation,
+                       ppo__ent_coef=0.01, ppo__logprobs_from="decode")
     found = []
-    for micro, tokens in ((None, None), (1, None), (3, None), (16, None), (None, 25), (3, 1)):
-        cfg = small_config(tmp_path, ppo__micro_batch_size=micro, ppo__mini_batch_size=16,
-                           ppo__micro_batch_tokens=tokens,
-                           ppo__loss_aggregation=aggregation, ppo__ent_coef=0.01,
-                           ppo__logprobs_from="decode")
-        with session_of(cfg) as session:
-            experience = experience_of(session)
+    with session_of(cfg) as session:
+        experience = experience_of(session)
+        for micro, tokens in ((None, None), (1, None), (3, None), (None, 25), (3, 1)):
+            cfg.ppo.micro_batch_size, cfg.ppo.micro_batch_tokens = micro, tokens
+            session.policy.zero_grad()
             found.append(gradients(session, experience))
     (whole, terms), *others = found
     assert max(g.abs().max() for g in whole.values()) > 1e-3
@@ -48,11 +47,10 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
 
 
 @pytest.mark.parametrize(("rollouts", "size", "epochs", "expected"), [
-    (16, 8, 4, 8), (16, 5, 3, 12), (16, 16, 1, 1), (7, 4, 2, 4), (3, 3, 5, 5)])
-@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), None])
-def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
+    (7, 4, 2, 4), (3, 3, 5, 5)])
+def test_number_of_updates(tmp_path, rollouts, size, epochs, expected):
     cfg = small_config(tmp_path, ppo__num_rollouts=rollouts, ppo__mini_batch_size=size,
-                       ppo__ppo_epochs=epochs, ppo__micro_batch_size=micro)
+                       ppo__ppo_epochs=epochs)
     with session_of(cfg) as session:
         experience = experience_of(session)
         steps = []
@@ -90,18 +88,17 @@ def test_in_bf16_the_policy_starts_at_a_reference_kept_in_fp32(tmp_path):
 
 
 def test_the_mean_of_the_reference_scores_comes_off_dense_rewards_too(tmp_path):
-    for mean in (0.0, 3.0):
-        cfg = small_config(tmp_path, reward__scale="ref", reward__ref_mean=mean,
-                           reward__ref_std=2.0, ppo__init_kl_coef=0.0, ppo__lam=1.0)
-        with session_of(cfg, reward=lambda completion_ids, **_: [
-                [0.5] * len(ids) for ids in completion_ids]) as session:
-            experience = experience_of(session)
-        lengths = experience.response_mask.sum(1)
-        torch.testing.assert_close(experience.returns[:, 0], lengths * 0.25 - mean / 2.0)
+    cfg = small_config(tmp_path, reward__scale="ref", reward__ref_mean=3.0, reward__ref_std=2.0,
+                       ppo__init_kl_coef=0.0, ppo__lam=1.0)
+    with session_of(cfg, reward=lambda completion_ids, **_: [
+            [0.5] * len(ids) for ids in completion_ids]) as session:
+        experience = experience_of(session)
+    lengths = experience.response_mask.sum(1)
+    torch.testing.assert_close(experience.returns[:, 0], lengths * 0.25 - 1.5)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.parametrize("source", ["decode", "forward"])
+@pytest.mark.parametrize(("kind", "source"), mostly_slow(
+    ARCHITECTURES, ["decode", "forward"], quick=lambda kind, _: kind in ("gpt2", "llama")))
 def test_the_policy_starts_at_the_reference(tmp_path, kind, source):
     save_lm(tmp_path / "lm", kind)
     rollout = rolled(small_config(tmp_path, ppo__logprobs_from=source))
@@ -115,24 +112,12 @@ def test_the_policy_starts_at_the_reference(tmp_path, kind, source):
 
 @pytest.mark.parametrize(("kind", "temperature"), mostly_slow(
     ARCHITECTURES, [1.0, 0.7, 1.8],
-    quick=lambda kind, temperature: kind == "gpt2" or temperature == 0.7))
+    quick=lambda kind, temperature: temperature == 0.7 and kind in ("gpt2", "llama")))
 def test_stored_logprobs_are_of_the_sampled_distribution(tmp_path, kind, temperature):
     save_lm(tmp_path / "lm", kind)
     cfg = small_config(tmp_path, generation__temperature=temperature)
     with session_of(cfg) as session:
         assert_own_logprobs(session.policy.lm, rollout_of(session), temperature)
-
-
-@pytest.mark.parametrize("source", ["decode", "forward"])
-def test_what_narrows_the_sampling_leaves_every_ratio_at_one(tmp_path, source):
-    """Old and new logprobs are both of softmax(logits / temperature), whatever tokens are drawn
-    from."""
-    cfg = small_config(
-        tmp_path, ppo__optimizer__lr=0.0, ppo__logprobs_from=source, generation__ignore_eos=True,
-        generation__min_p=0.1, generation__repetition_penalty=1.5, generation__temperature=0.8)
-    with session_of(cfg) as session:
-        result = optimize(session, experience_of(session))
-    assert result.terms["max_log_ratio"] <= 1e-5
 
 
 def test_a_ratio_beyond_the_threshold_touches_nothing(tmp_path):
@@ -188,7 +173,7 @@ def test_dropout_of_the_model_is_off(tmp_path):
     assert result.terms["max_log_ratio"] <= 1e-5
 
 
-@pytest.mark.parametrize("source", ["decode", "forward", "auto"])
+@pytest.mark.parametrize("source", ["decode", "auto"])
 def test_bf16_keeps_fp32_weights_and_a_ratio_near_one(tmp_path, source):
     cfg = small_config(tmp_path, hardware__precision="bf16", ppo__optimizer__lr=0.0,
                        ppo__logprobs_from=source)
@@ -213,10 +198,3 @@ def test_full_kl_is_the_divergence_of_the_whole_distributions(tmp_path):
             got = rollout.kl[i][rollout.response_mask[i]].double()
             torch.testing.assert_close(got, (p.exp() * (p - q)).sum(-1), rtol=1e-3, atol=1e-5)
             assert (got > 0).all()
-
-
-def test_without_a_reference_there_is_no_kl(tmp_path):
-    cfg = small_config(tmp_path, model__reference__kind="none", ppo__init_kl_coef=0.0)
-    with session_of(cfg) as session:
-        assert session.reference is None
-        assert (rollout_of(session).kl == 0).all()

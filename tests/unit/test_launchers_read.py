@@ -8,15 +8,9 @@ import pytest
 
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.distributed import launchers
-from ppocli.distributed.launchers import (
-    Launched,
-    RankOutcome,
-    find_launch,
-    first_host,
-    note_phase,
-    write_outcome,
-)
+from ppocli.distributed import ranks
+from ppocli.distributed.launchers import Launched, find_launch, first_host
+from ppocli.distributed.ranks import RankOutcome, note_phase, write_outcome
 from ppocli.errors import ConfigError, RewardError
 from ppocli.launch import external_launch
 from ppocli.launch.external_launch import placed, run_together
@@ -143,7 +137,7 @@ def test_a_rank_that_lost_another_lets_that_one_report_the_cause(capsys, monkeyp
 
 
 def test_a_rank_without_room_for_temporary_files_prints_its_outcome(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(launchers._Reports, "folder", tmp_path / "gone")
+    monkeypatch.setattr(ranks._Reports, "folder", tmp_path / "gone")
     note_phase("step 1, rollout")
     write_outcome(RankOutcome(1, 7, "the reward failed"))
     assert capsys.readouterr().err == "rank 1: the reward failed\n"

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from helpers import make_lm, make_tokenizer, save_lm
+from helpers import make_lm, make_tokenizer, mostly_slow, save_lm
 from sessions import (
     assert_own_logprobs,
     assert_same_responses,
@@ -62,10 +62,12 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("given", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "bart"])
-def test_both_loops_give_the_same_responses(kind, given):
-    lm = model(kind)
+@pytest.mark.parametrize(("kind", "name"), mostly_slow(
+    ["gpt2", "llama", "t5", "bart"], SPECS, quick=lambda kind, name: (
+        kind == "gpt2" or (kind, name) in (("t5", "at least"), ("t5", "stop texts"),
+                                           ("bart", "penalty"), ("llama", "plain")))))
+def test_both_loops_give_the_same_responses(kind, name):
+    lm, given = model(kind), SPECS[name]
     wanted = sample(lm, Decoding.STEPS, given)
     assert_same_responses(sample(lm, Decoding.LIBRARY, given), wanted, atol=1e-5)
     assert wanted.values.abs().sum() > 0
@@ -83,7 +85,7 @@ def test_each_response_has_a_limit_of_its_own(decoding):
 
 
 @pytest.mark.parametrize(("kind", "decoding"), [
-    ("mamba", Decoding.LIBRARY), ("mamba", Decoding.UNCACHED), ("rwkv", Decoding.UNCACHED)])
+    ("mamba", Decoding.LIBRARY), ("rwkv", Decoding.UNCACHED)])
 def test_what_is_decoded_is_what_one_pass_over_right_padded_rows_gives(kind, decoding):
     """Of models whose states run on through padding: scoring and training see rows beside longer
     ones, and must find the probabilities that each token was drawn with alone."""
@@ -146,8 +148,8 @@ def small(name):
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [
-    ("gpt2", Decoding.STEPS), ("llama", Decoding.STEPS), ("bloom", Decoding.STEPS),
-    ("t5", Decoding.STEPS), ("mamba", Decoding.LIBRARY)])
+    ("gpt2", Decoding.STEPS), ("bloom", Decoding.STEPS), ("t5", Decoding.STEPS),
+    ("mamba", Decoding.LIBRARY)])
 def test_the_fastest_way_that_is_right_is_found(kind, wanted):
     lm = model(kind)
     assert try_decoding(lm, {"t5": 0}.get(kind)) is wanted

@@ -13,8 +13,8 @@ from rich.text import Text
 from terminal import Screen
 
 from ppocli.config.text import sparkline
-from ppocli.publish.console import open_display
-from ppocli.publish.live_view import Dashboard, LiveView, Outlet
+from ppocli.publish.live_view import Dashboard, LiveView, open_display
+from ppocli.training.console import Outlet
 
 
 def row(step: int, **more: float | None) -> dict:
@@ -230,8 +230,7 @@ def on_terminal(monkeypatch):
 def show_a_step(tmp_path, mode: str) -> None:
     with open_display(tmp_path / "ppocli.log", mode) as display:
         display.start(0, 3)
-        display.board.enter("rollout")
-        display.board.show([("p", "r", 1.0)], 1)
+        assert display.board is None
         display.step(row(1), 3)
         logging.getLogger("ppocli").warning("careful")
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.distributed.launchers import RankOutcome
+from ppocli.distributed.ranks import RankOutcome
 from ppocli.launch.local_ranks import LocalRanks, Start, _go_on, conclude
 
 TRACE = "Traceback (most recent call last):\n  ...\n"

@@ -1,6 +1,9 @@
-"""Names in the package say the quantity, not that something was found or told."""
+"""Names in the package say the quantity, not that something was found or told; those of ``ppocli``
+itself are what it says, whichever of its parts is loaded."""
 
 import ast
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +30,11 @@ def test_names_say_the_quantity():
     assert [f"{path.relative_to(package)}:{line} {name}" for path in sorted(package.rglob("*.py"))
             for line, name in named(ast.parse(path.read_text(encoding="utf-8")))
             if name.strip("_") in NOT_NAMES] == []
+
+
+def test_no_room_hides_a_public_name():
+    """A package ``ppocli.train`` would take the place of the function once it is imported."""
+    assert {name for _, name, _ in pkgutil.iter_modules(ppocli.__path__)}.isdisjoint(
+        ppocli.__all__)
+    for name in ppocli.__all__:
+        assert callable(getattr(importlib.import_module("ppocli"), name)) or name == "__version__"

@@ -20,15 +20,14 @@ from sessions import (
 )
 from test_ppo_losses import loss_of
 
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.ppo.advantages import CRITERIA, accepted_tokens, importance_weights
 from ppocli.ppo.experience import PPOState
 from ppocli.ppo.ppo_task import PPOTask
 from ppocli.ppo.rollout import Rollout, RolloutExtras
-from ppocli.ppo.step import plan_updates, to_experience, update_of
+from ppocli.ppo.step import to_experience, update_of
 from ppocli.ppo.step_metrics import gap_figures
-from ppocli.sampling.sampler import DecodeSampler
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
 from ppocli.training.task import Plan
@@ -46,14 +45,6 @@ MASK = mask_of([2, 3], 3)
 def test_weights_by_hand(level, cap, wanted):
     found = importance_weights(torch.tensor(RATIOS).log(), MASK, level=level, cap=cap)
     torch.testing.assert_close(found, torch.tensor(wanted))
-
-
-def test_a_ratio_beyond_fp32_has_a_finite_weight():
-    found = importance_weights(torch.tensor([[200.0, -200.0]]), mask_of([2], 2), level="sequence",
-                               cap=1e30)
-    assert found.tolist() == [[1.0, 1.0]]
-    assert importance_weights(torch.tensor([[200.0]]), mask_of([1], 1), level="token", cap=1e30
-                              ).item() == pytest.approx(math.exp(20.0))
 
 
 def naively_accepted(gaps: list[list[float]], name: str, low: float, high: float
@@ -126,11 +117,6 @@ def test_what_is_rejected_weighs_nothing_and_the_others_the_more(tmp_path):
                 wanted)
         cfg.ppo.mask_truncated = True
         both = to_experience(rollout, state, cfg)
-    # a cap that fp32 rounds down still counts
-    importance = replace(cfg.ppo.importance, cap=1.3)
-    capped = replace(found, extras=replace(
-        found.extras, importance=found.extras.importance.clamp(max=1.3)))
-    assert gap_figures(rollout, capped, importance)["rollout/importance_capped"] == 3 / 6
     assert found.extras.counts.tolist() == [[True, False, False], [True, False, True], [False] * 3]
     assert both.extras.counts.tolist() == [[True, False, False], [False] * 3, [False] * 3]
     assert found.advantages[1].tolist() == [3.0, 3.0, 3.0]
@@ -157,23 +143,6 @@ def test_of_a_rollout_that_is_all_rejected_no_update_is_made(tmp_path):
         row = gap_figures(batch, plan.atoms, cfg.ppo.importance)
         assert row["rollout/rejected_samples"] == 1.0
         assert not plan.groups
-        kept = torch.zeros_like(batch.response_mask)
-        kept[3] = batch.response_mask[3]
-        plan = plan_updates(session, replace(
-            plan.atoms, extras=replace(plan.atoms.extras, counts=kept)), 1)
-        assert [3 in group.rows.tolist() for group in plan.groups] == [True] * cfg.ppo.ppo_epochs
-
-
-def test_advantages_are_whitened_over_what_is_learnt_from(tmp_path):
-    cfg = small_config(tmp_path, ppo__staleness=1)
-    with session_of(cfg) as session:
-        *_, (batch, _) = made_steps(PPOTask(session), 2)
-    cfg.ppo.importance.reject = {"token_k1": 1.1}
-    found = to_experience(batch, PPOState(0.0, 0.0), cfg)
-    left = found.advantages[found.extras.counts].double()
-    assert 1 < len(left) < int(batch.response_mask.sum())
-    assert left.mean().item() == pytest.approx(0.0, abs=1e-6)
-    assert left.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
 
 
 # Rollouts that waited -----------------------------------------------------------------------------
@@ -192,21 +161,21 @@ def made_steps(task: PPOTask, count: int) -> Iterator[tuple[Rollout, Plan]]:
                         tensors=done.tensors)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("t5", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_each_step_learns_from_what_the_policy_of_k_steps_before_said(tmp_path, kind):
     """The same samples as that policy draws for these episodes when they are its own step's; the
     trainer's logprobs and the KL are the present policy's."""
     save_lm(tmp_path / "lm", kind)
-    cfg = small_config(tmp_path, ppo__staleness=2, ppo__num_steps=5, ppo__chunk_size=6,
+    cfg = small_config(tmp_path, ppo__staleness=1, ppo__num_steps=3, ppo__chunk_size=6,
                        ppo__optimizer__lr=1e-2)
     fresh = copy.deepcopy(cfg)
     fresh.ppo.staleness = 0
     with session_of(cfg) as session, session_of(fresh) as other:
         policies, waited = [], []
-        for step, (batch, _) in enumerate(made_steps(PPOTask(session), 5)):
+        for step, (batch, _) in enumerate(made_steps(PPOTask(session), 3)):
             policies.append(copy.deepcopy(session.policy.state_dict()))
             waited.append(len(batch.extras.waiting.get("waiting/logprobs", ())))
-            other.policy.load_state_dict(policies[max(step - 2, 0)])
+            other.policy.load_state_dict(policies[max(step - 1, 0)])
             wanted = rollout_of(other, 16 * step)
             assert batch.prompts.episodes == wanted.prompts.episodes == list(
                 range(16 * step, 16 * step + 16))
@@ -222,7 +191,7 @@ def test_each_step_learns_from_what_the_policy_of_k_steps_before_said(tmp_path, 
                 assert_own_logprobs(lm, replace(batch, ref_logprobs=batch.logprobs))
             far = float(batch.gap.abs().max())
             assert far < 1e-5 if step == 0 else far > 1e-2
-    assert waited == [32, 32, 32, 16, 0]  # five steps are all there are
+    assert waited == [16, 16, 0]  # three steps are all there are
 
 
 def test_a_larger_and_a_smaller_staleness_go_on_from_what_waits(tmp_path):
@@ -237,44 +206,12 @@ def test_a_larger_and_a_smaller_staleness_go_on_from_what_waits(tmp_path):
     assert found == [(0, 32), (16, 16), (32, 0), (48, 0), (64, 16), (80, 0)]
 
 
-@pytest.mark.parametrize("keys", [{"ppo__old_logprobs": "sampler"},
-                                  {"ppo__importance__level": "sequence"}])
-def test_a_sampler_that_says_no_logprobs_is_refused(tmp_path, request, keys):
+def test_a_sampler_that_says_no_logprobs_is_refused(tmp_path, request):
     engine = request.config.rootpath / "tests/outside/slow_sampler.py"
-    cfg = small_config(tmp_path, rollout__engine=f"{engine}:Whole", **keys)
+    cfg = small_config(tmp_path, rollout__engine=f"{engine}:Whole",
+                       ppo__importance__level="sequence")
     with session_of(cfg) as session, refused(ConfigError, "Whole returns no logprobs"):
         rollout_of(session)
-
-
-class Foreign(DecodeSampler):
-    """An engine whose logprobs are a hundredth of a nat below those of a forward pass."""
-
-    def __init__(self, setup):
-        super().__init__(setup)
-        self.logprobs_match = False
-
-    def sample(self, *arguments, **more):
-        for samples in super().sample(*arguments, **more):
-            yield replace(samples, logprobs=samples.logprobs - 0.01 * samples.mask)
-
-
-def test_an_engine_whose_logprobs_are_others_is_corrected_or_compared_with(tmp_path):
-    cfg = small_config(tmp_path)
-    with session_of(cfg) as built:
-        session = replace(built, sampler=Foreign(built.sampler.setup))
-        trainers = rollout_of(session)
-        mask = trainers.response_mask
-        torch.testing.assert_close(trainers.gap, 0.01 * mask, rtol=0, atol=2e-5)
-        assert_own_logprobs(session.policy.lm, trainers)
-        cfg.ppo.importance.level = "token"
-        found = to_experience(rollout_of(session), PPOState(0.0, 0.0), cfg)
-        torch.testing.assert_close(found.extras.importance, math.exp(0.01) * mask, rtol=0,
-                                   atol=2e-5)
-        cfg.ppo.importance.level, cfg.ppo.old_logprobs = None, "sampler"
-        samplers = rollout_of(session)
-    assert torch.equal(samplers.logprobs, trainers.extras.sampler_logprobs)
-    assert torch.equal(samplers.values, trainers.values)
-    assert samplers.gap is None
 
 
 def test_corrected_gradients_do_not_depend_on_the_micro_batch(tmp_path):
@@ -288,19 +225,12 @@ def test_corrected_gradients_do_not_depend_on_the_micro_batch(tmp_path):
         cut = gap_figures(batch, plan.atoms, cfg.ppo.importance)
         assert 0 < cut["rollout/rejected_samples"] < cut["rollout/rejected_tokens"] < 1
         assert 0 < cut["rollout/importance_capped"] < 1
+        # advantages are whitened over what is learnt from
+        left = plan.atoms.advantages[plan.atoms.extras.counts].double()
+        assert left.mean().item() == pytest.approx(0.0, abs=1e-6)
         whole, told = gradients(session, plan.atoms)
         cfg.ppo.micro_batch_size = 3
         parts, again = gradients(session, plan.atoms)
     assert told == pytest.approx(again, rel=1e-5, abs=1e-6)
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-6)
-    # at the start of the step's updates every ratio to the trained policy is 1
-    kept, weight = [], []
-    for i, length in enumerate(batch.response_mask.sum(1).tolist()):
-        gap = batch.gap[i, :length].double().tolist()
-        if max(math.exp(x) - 1 - x for x in gap) <= 0.1:
-            kept += [(i, t) for t, x in enumerate(gap) if 0.8 <= math.exp(x) <= 1.3]
-            weight += [min(math.exp(x), 1.1) for x in gap if 0.8 <= math.exp(x) <= 1.3]
-    wanted = -math.fsum(w * float(plan.atoms.advantages[at]) for at, w in zip(
-        kept, weight, strict=True)) / len(kept)
-    assert told["policy"] == pytest.approx(wanted, rel=1e-4)

@@ -108,6 +108,7 @@ def assert_same(engine, plain):
         torch.testing.assert_close(value, plain[key], rtol=0, atol=1e-6, msg=key)
 
 
+@pytest.mark.slow
 def test_the_lesson_learns(capsys):
     lesson().main(steps=12, digits=6, new_tokens=4)
     rewards = [float(line.split("reward")[1].split()[0])

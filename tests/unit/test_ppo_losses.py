@@ -42,48 +42,18 @@ def test_value_loss_by_hand():
     assert loss.approx_kl.item() == pytest.approx(-math.log(1.5))
 
 
-def test_values_need_not_be_clipped():
-    loss = loss_of(cliprange_value=None)
-    assert loss.value.item() == pytest.approx(0.5)
-    assert loss.value_clipfrac.item() == 0.0
-    # nor does a range count that no value leaves: old + (V - old) rounds to another V
-    old, new, returns = (torch.tensor([x]) for x in (16777216.0, 1.25, 2.0))
-    rounded = loss_of(values=new, old_values=old, returns=returns, cliprange_value=1e9)
-    assert float(old + (new - old)) != float(new)
-    assert rounded.value_clipfrac.item() == 0.0
-
-
-def test_without_a_critic_there_is_no_value_loss():
-    loss = loss_of(values=None, old_values=None, returns=None)
-    assert loss.total.item() == pytest.approx(-1.2)
-    assert loss.value.item() == loss.value_clipfrac.item() == loss.value_error.item() == 0.0
-
-
 @pytest.mark.parametrize(("ratio", "advantage", "options", "expected"), [
     (1.5, 1.0, {"cliprange_high": 0.28}, -1.28),  # max(-1.5, -1.28)
     (1.5, 1.0, {"cliprange_high": 0.6}, -1.5),  # not clipped
     (0.5, -1.0, {"cliprange_high": 0.28}, 0.8),  # the lower clip is as it was
-    (1.5, -1.0, {"cliprange_high": 0.28}, 1.5),
     (5.0, -1.0, {"dual_clip": 3.0}, 3.0),  # min(max(5, 1.2), 3)
     (2.0, -1.0, {"dual_clip": 3.0}, 2.0),  # within the bound
-    (5.0, -2.0, {"dual_clip": 3.0}, 6.0),
     (5.0, 1.0, {"dual_clip": 3.0}, -1.2),  # positive advantages are not touched
-    (0.1, -1.0, {"dual_clip": 3.0}, 0.8),
 ])
 def test_asymmetric_and_dual_clip_by_hand(ratio, advantage, options, expected):
     loss = loss_of(logprobs=torch.tensor([math.log(ratio)]), advantages=torch.tensor([advantage]),
                    **options)
     assert loss.policy.item() == pytest.approx(expected)
-
-
-def test_a_token_beyond_the_dual_clip_has_no_gradient():
-    logprobs = torch.tensor([math.log(5.0), math.log(2.0)], requires_grad=True)
-    two = torch.ones(2)
-    loss = loss_of(logprobs=logprobs, old_logprobs=torch.zeros(2), advantages=-two, weights=two / 2,
-                   values=None, old_values=None, returns=None, dual_clip=3.0, total_tokens=2)
-    loss.total.backward()
-    assert logprobs.grad.tolist() == pytest.approx([0.0, 1.0])  # half of the ratio 2
-    assert loss.dual_clipfrac.item() == 0.5
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -143,8 +113,6 @@ def test_gspo_is_the_clipped_objective_of_whole_responses():
     assert found.policy.item() == pytest.approx(total.item())
     torch.testing.assert_close(torch.autograd.grad(found.total, logprobs)[0], wanted)
     assert 0 < found.policy_clipfrac.item() < 1
-    with pytest.raises(ValueError, match="lengths"):
-        loss_of(policy_loss="gspo")
 
 
 # --- KL in the loss --------------------------------------------------------------------------
@@ -165,24 +133,6 @@ def test_kl_as_a_loss_by_hand(name, value, slope):
     assert logprobs.grad.item() == pytest.approx(0.2 * slope)
 
 
-@pytest.mark.parametrize(("name", "towards"), [
-    ("k1", lambda p, q: 0 * p), ("k2", lambda p, q: (p * (p / q).log()).sum()),
-    ("k3", lambda p, q: (q * (q / p).log()).sum()),
-    ("k3+", lambda p, q: (p * (p / q).log()).sum())])
-def test_the_mean_gradient_of_a_kl_is_that_of_the_kl_it_is_said_to_be(name, towards):
-    """Over all tokens by their probability; the KLs from their definition, in float64."""
-    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
-    other = torch.tensor([1.0, 0.5, -0.5, 0.0], dtype=torch.float64).softmax(0)
-    logprobs = logits.log_softmax(0)
-    four = torch.zeros(4, dtype=torch.float64)
-    found = ppo_loss(LossOptions(0.2, kl_coef=1.0, kl_estimator=name), logprobs=logprobs,
-                     old_logprobs=logprobs.detach(), advantages=four,
-                     weights=logprobs.detach().exp(), total_tokens=4, ref_logprobs=other.log())
-    mean = torch.autograd.grad(found.total, logits, retain_graph=True)[0]
-    wanted = torch.autograd.grad(towards(logits.softmax(0), other).sum(), logits)[0]
-    torch.testing.assert_close(mean, wanted)
-
-
 def test_a_kl_of_rounding_alone_has_no_gradient():
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     off = torch.tensor([3e-6, -9e-6, 3e-5])
@@ -191,10 +141,6 @@ def test_a_kl_of_rounding_alone_has_no_gradient():
                    kl_estimator="k2", values=None, old_values=None, returns=None, total_tokens=3)
     loss.total.backward()
     assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, 3e-5], rel=1e-2)
-    gone = loss_of(logprobs=torch.tensor([math.nan]), old_logprobs=torch.zeros(1), kl_coef=1.0,
-                   ref_logprobs=torch.zeros(1), advantages=torch.zeros(1), values=None,
-                   old_values=None, returns=None)
-    assert math.isnan(gone.kl.item())
 
 
 # --- the whole update ------------------------------------------------------------------------
@@ -241,7 +187,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("cut", [[0, 5], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("cut", [[0, 5], [0, 1, 3, 5]])
 def test_loss_equals_the_naive_reference_however_it_is_cut(aggregation, cut, options):
     rng = random.Random(3)
     lengths = [4, 1, 6, 2, 3]

@@ -25,15 +25,6 @@ def test_whiten_by_hand():
     torch.testing.assert_close(kept, torch.tensor([[2 - 1 / root, 2.0], [2 + 1 / root, 0.0]]))
 
 
-def test_whitening_of_numbers_whose_squares_are_beyond_fp32():
-    x, mask = torch.tensor([[1.0, 3.0], [-2.0, 9.0]]), torch.tensor([[True, True], [True, False]])
-    torch.testing.assert_close(whiten(x * 1e20, mask, center=True), whiten(x, mask, center=True))
-    kept = whiten(x * 1e20, mask, center=False)
-    torch.testing.assert_close(kept, 2 / 3 * 1e20 * mask)  # beside it the deviation 1 is nothing
-    most = torch.tensor([[3e38, -3e38]])
-    assert whiten(most, most != 0, center=True).tolist() == [[1.0, -1.0]]
-
-
 def test_whitening_without_spread_or_entries_is_finite():
     assert whiten(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), center=True).tolist() == [
         [0.0, 0.0], [0.0, 0.0]]

@@ -9,7 +9,6 @@ from helpers import save_lm
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.evaluation.player import changed_sampling, load_player
-from ppocli.models.loading.model_config import policy_config
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
 from ppocli.sampling.samples import SamplingSpec, decode_responses
@@ -26,8 +25,7 @@ def streamed(tokenizer, prompt, tokens, stops=()):
     return [*pieces, stream.close(text)], text
 
 
-@pytest.mark.parametrize("text", ["a fine film.\n\nYes", "naïve café", "🎬🎞 très bon 映画",
-                                  "  x  y "])
+@pytest.mark.parametrize("text", ["a fine film.\n\nYes", "🎬🎞 très bon 映画"])
 def test_pieces_are_the_text_and_hold_whole_characters(text):
     tokenizer = utf8_bytes()
     prompt, tokens = tokenizer("It was")["input_ids"], tokenizer(text)["input_ids"]
@@ -40,8 +38,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(text):
 
 
 @pytest.mark.parametrize(("said", "kept"), [
-    ("good\nUser: and", "good"), ("good\nUse it", "good\nUse it"), ("good\nUser", "good\nUser"),
-    ("a café", "a "), ("a caf", "a caf")])
+    ("good\nUser: and", "good"), ("good\nUse it", "good\nUse it"), ("a café", "a ")])
 def test_what_may_become_a_stop_sequence_is_held_back(said, kept):
     tokenizer = utf8_bytes()
     pieces, text = streamed(tokenizer, tokenizer("so ")["input_ids"], tokenizer(said)["input_ids"],
@@ -97,9 +94,8 @@ def test_a_broken_model_is_told(tmp_path):
     with torch.no_grad():
         player.loaded.lm.transformer.ln_f.weight[:] = float("nan")
     decoder = Decoder(player.loaded.lm, SamplingSpec(4, (1,)), player.tokenizer)
-    made = answer_prompts(decoder, [[4, 5]], seed=0)
     with pytest.raises(DivergedError, match="not finite"):
-        list(made)
+        list(answer_prompts(decoder, [[4, 5]], seed=0))
 
 
 def test_changes_of_sampling_are_checked():
@@ -110,20 +106,9 @@ def test_changes_of_sampling_are_checked():
     cfg.generation.length_sampler = [5, 12]  # a length that is asked for is not drawn
     cfg.reward.missing_eos_penalty = 1.0  # nor are there penalties outside of training
     assert changed_sampling(cfg, {"min_new_tokens": 6, "ignore_eos": True}).length_sampler is None
-    assert changed_sampling(cfg, {"max_new_tokens": 4}, draws=True).length_sampler is None
     assert changed_sampling(cfg, {"top_k": 3}, draws=True).length_sampler == [5, 12]
-    with pytest.raises(ConfigError, match="'temprature' is not a sampling setting"):
-        changed_sampling(cfg, {"temprature": 1.0})
     with pytest.raises(ConfigError) as wrong:
         changed_sampling(cfg, {"temperature": 0.0, "top_p": 2.0}, {"top_p": "--top-p"})
     assert "generation.temperature: 0 must be" in str(wrong.value)
     assert "generation.top_p: 2 must be" in str(wrong.value)
     assert "(from --top-p)" in str(wrong.value)
-
-
-def test_a_policy_brings_its_own_tokenizer():
-    cfg = ModelConfig(path="base", revision="v1", tokenizer_path="tok", attn_implementation="eager")
-    assert policy_config(cfg, "base") is cfg
-    policy = policy_config(cfg, "/run/model")
-    assert (policy.path, policy.revision, policy.tokenizer_path) == ("/run/model", None, None)
-    assert policy.attn_implementation == "eager"

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
+from ppocli.config.schema import PromptsConfig
 from ppocli.data.gym_tasks import ReasoningGym, gym_rows
-from ppocli.data.sources import evaluation_spec, open_rows, training_spec
-from ppocli.errors import InputError, RewardError
+from ppocli.data.sources import open_rows, training_spec
+from ppocli.errors import InputError
 from ppocli.rewards.math_reward import Math
 
 LOGGED = {}
@@ -31,6 +31,7 @@ def test_equal_expressions_are_right_in_any_form(judge):
     assert LOGGED["pred"][2:4] == ["3/4", None]
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_replaced_and_the_response_is_wrong(judge):
     assert judge(["1"], log_extra, answer=["1"]) == [1.0]
     first = judge._process
@@ -39,11 +40,6 @@ def test_a_process_that_does_not_answer_is_replaced_and_the_response_is_wrong(ju
     assert judge(["1"], log_extra, answer=["1"]) == [0.0]
     assert first.poll() == -signal.SIGKILL
     assert judge(["1"], log_extra, answer=["1"]) == [1.0]
-
-
-def test_answers_must_be_there(judge):
-    with pytest.raises(RewardError, match="no column 'answer'"):
-        judge(["1"], log_extra, solution=["1"])
 
 
 def spec(**keys):
@@ -71,18 +67,8 @@ def test_questions_are_those_of_their_seed_and_right_answers_score_1(gym):
     assert ReasoningGym()(answers, log_extra, entry=entries) == [0.0] * 4, "no tag"
 
 
-def test_evaluations_may_have_another_seed():
-    cfg = PromptsConfig(path="reasoning_gym:chain_sum", kwargs={"size": 9, "seed": 3},
-                        eval=EvalPromptsConfig(kwargs={"seed": 4}))
-    source = evaluation_spec(cfg, None)
-    assert (source.path, source.kwargs) == (cfg.path, {"size": 9, "seed": 4})
-    cfg.eval.kwargs = {}
-    assert evaluation_spec(cfg, None).path is None, "the training prompts"
-
-
 @pytest.mark.parametrize(("name", "kwargs", "message"), [
-    ("chainsum", {}, "no task 'chainsum'"), ("chain_sum", {"terms": 3}, "refuses its arguments"),
-    ("chain_sum", {"min_terms": 4, "max_terms": 2}, "max_terms must be >= min_terms")])
+    ("chainsum", {}, "no task 'chainsum'"), ("chain_sum", {"terms": 3}, "refuses its arguments")])
 def test_tasks_and_arguments_that_there_are_not(gym, name, kwargs, message):
     with pytest.raises(InputError, match=message):
         list(gym_rows(name, kwargs, "prompt", "prompts.path"))

@@ -4,19 +4,15 @@ import logging
 
 import pytest
 import torch
-from helpers import make_tokenizer, model_config, refused
+from helpers import make_tokenizer, model_config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
 )
 
 from ppocli.config.schema import RewardConfig
-from ppocli.errors import InputError, RewardError
 from ppocli.ppo.policy_samples import joined
-from ppocli.rewards.reward_model import RewardModel, StepRewardModel
 from ppocli.rewards.reward_records import RewardRequest, decode_request, encode_request
 from ppocli.rewards.scoring import build_reward
 from ppocli.runs.episode import Episode, Turn
@@ -78,19 +74,17 @@ def rendered(folder, chats=CHATS):
 
 
 @pytest.mark.parametrize(("config", "pad", "trained", "kwargs", "text"), [
-    ({}, "<pad>", None, {}, "{own}"), ({}, "<eos>", None, {}, "{own}"),
-    ({}, "<pad>", None, {"chat": True}, "{own}"),
+    ({}, "<eos>", None, {}, "{own}"),
     ({}, "<pad>", None, {"end": " film"}, "{own} film"),
     ({"score_front": True, "score_end": 1}, "<pad>", True, {}, "{ended}"),
     ({"score_front": True, "score_end": 1}, "<pad>", False, {}, "{policy}<eos>"),
     ({}, "<pad>", None, {"chat": False}, "{policy}"),
-    ({}, "<pad>", None, {"on": "response"}, "{response}"),
-], ids=["own", "padded", "asked", "end", "ppocli", "ppocli-plain", "off", "response"])
+], ids=["own", "end", "ppocli", "ppocli-plain", "off"])
 def test_conversations_are_read_through_the_models_own_template(
         tmp_path, caplog, config, pad, trained, kwargs, text):
     folder = saved(tmp_path / "rm", pad=pad, config=config, chat=trained)
     asked = request()
-    forms = [{"own": own, "ended": own.rstrip(), "response": response, "policy": prompt + response}
+    forms = [{"own": own, "ended": own.rstrip(), "policy": prompt + response}
              for own, prompt, response in zip(rendered(folder), asked.prompts, RESPONSES,
                                               strict=True)]
     with caplog.at_level(logging.INFO):
@@ -121,89 +115,28 @@ def test_turns_of_an_episode_are_read_as_turns(tmp_path):
         assert scores(folder, each) == expected
 
 
-def test_steps_are_read_inside_of_the_turn(tmp_path):
-    folder = saved(tmp_path / "rm")
-    found = StepRewardModel(folder, device="cpu")(
-        ["", ""], ["", ""], RESPONSES, [["good"], ["very ", "bad plot"]], CHATS)
-    cut = [*ASKED[1], {"role": "assistant", "content": "very "}]
-    wanted = plain(folder, rendered(folder, [CHATS[0], cut, CHATS[1]]))
-    assert [*found[0], *found[1]] == pytest.approx(wanted, abs=1e-5)
-
-
-def test_what_can_not_be_rendered_is_refused_or_said(tmp_path, caplog):
-    bare = saved(tmp_path / "bare", template=None)
-    with refused(InputError, "no chat template", "reward.kwargs.chat=false"):
-        scores(bare, chat=True)
-    scores(bare)
-    assert "bare has no chat template: it reads conversations as the policy's" in caplog.text
-    caplog.clear()
-    scores(bare, chat=False)
-    scores(bare, request(messages=()))
-    assert "chat template" not in caplog.text
-    folder = saved(tmp_path / "rm", template="{{ raise_exception('no system') }}")
-    with refused(RewardError, "refuses a conversation", "no system", "reward.kwargs.on=response"):
-        scores(folder)
-    for wrong, words in (({"chat": "always"}, "one of: auto, true, false"),
-                         ({"end": 3}, "end=3 is not a text"),
-                         ({"chat": True, "on": "response"}, "on=response")):
-        with refused(RewardError, words):
-            scores(folder, **wrong)
-    plain_prompts = request(messages=())
-    told = saved(tmp_path / "told")
-    asked = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-             for prompt, response in zip(plain_prompts.prompts, RESPONSES, strict=True)]
-    assert scores(told, plain_prompts, chat=True) == pytest.approx(
-        plain(told, rendered(told, asked)), abs=1e-5)
-
-
 # Heads and adapters -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("head", ["causal", "scorer", "labels", "bert"])
-def test_an_adapter_is_a_reward(tmp_path, head, capfd):
-    """On a base with or without a head of its own, against PEFT's own forward."""
+def test_an_adapter_is_a_reward(tmp_path, capfd):
+    """On a base without a head of its own, against PEFT's own forward."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    base, count = tmp_path / "base", 1 + (head in ("labels", "bert"))
-    saved(base, labels=count)
-    if head == "causal":
-        AutoModelForCausalLM.from_config(model_config("llama")).save_pretrained(base)
-    elif head == "bert":
-        BertForSequenceClassification(BertConfig(
-            num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16,
-            vocab_size=64, num_labels=2)).save_pretrained(base)
-    raw = AutoModelForSequenceClassification.from_pretrained(base, num_labels=count)
-    made = get_peft_model(raw, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=[
-        "query" if head == "bert" else "q_proj"]))
+    base = tmp_path / "base"
+    saved(base)
+    AutoModelForCausalLM.from_config(model_config("llama")).save_pretrained(base)
+    raw = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    made = get_peft_model(raw, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"]))
     for name, parameter in made.named_parameters():
         if "lora" in name or "modules_to_save" in name:
             parameter.data.normal_(std=0.5)
     made.save_pretrained(tmp_path / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(base)
     theirs = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(
-        base, num_labels=count), tmp_path / "adapter").eval()
+        base, num_labels=1), tmp_path / "adapter").eval()
     with torch.no_grad():
         wanted = [float(theirs(input_ids=torch.tensor([tokenizer(
             text, add_special_tokens=False)["input_ids"]])).logits[0, -1])
             for text in rendered(base)]
     capfd.readouterr()
-    fn = {"fn": "classifier", "label": "LABEL_1", "output": "logit"} if count == 2 else {}
-    assert scores(str(tmp_path / "adapter"), **fn) == pytest.approx(wanted, abs=1e-5)
+    assert scores(str(tmp_path / "adapter")) == pytest.approx(wanted, abs=1e-5)
     assert capfd.readouterr().err == ""
-    if head == "causal":  # without the head that it came with
-        from safetensors.torch import load_file, save_file
-
-        path = tmp_path / "adapter/adapter_model.safetensors"
-        save_file({name: tensor for name, tensor in load_file(path).items()
-                   if "score" not in name}, path)
-        with refused(InputError, "no fitting weights for score.weight"):
-            RewardModel(str(tmp_path / "adapter"))
-
-
-def test_calls_of_tools_reach_the_template_as_mappings(tmp_path):
-    template = ("{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-                "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}")
-    folder = saved(tmp_path / "rm", template=template)
-    chats = [[{"role": "user", "content": "the film"}, {"role": "assistant", "tool_calls": [
-        {"type": "function", "function": {"name": "look", "arguments": '{"plot": 1}'}}]}]] * 2
-    expected = pytest.approx(plain(folder, ['the film{"plot": 1}'] * 2), abs=1e-5)
-    assert scores(folder, request(chats=chats)) == expected

@@ -61,18 +61,11 @@ def test_answer():
 
 
 @pytest.mark.parametrize(("name", "kwargs", "words"), [
-    ("answer", {"after": 4}, "after=4 is not a text"),
     ("length", {}, "reward.kwargs.target=..."),
     ("length", {"target": 0}, "target=0 is not a number above 0"),
-    ("length", {"target": 3, "unit": "chars"}, "tokens or words"),
-    ("keyword", {}, "either words or a pattern"),
-    ("keyword", {"words": ["a"], "pattern": "a"}, "either words or a pattern"),
     ("keyword", {"pattern": "("}, "a regular expression (missing )"),
     ("word_list", {"positive": ["a"], "negative": ["A"]}, "isn't in positive too"),
-    ("word_list", {"positive": ["a", ""]}, "a list of words"),
-    ("word_list", {"positive": ["well-made"]}, "positive='well-made' is not a single word"),
     ("step_word_list", {"negative": ["not bad"]}, "negative='not bad' is not a single word"),
-    ("word_list", {"positve": ["a"]}, "Did you mean 'positive'?"),
 ])
 def test_wrong_arguments_of_rules(name, kwargs, words):
     with refused(RewardError, words):
@@ -90,14 +83,10 @@ def test_shortest_lengths_by_hand():
     ("bdazz", 3, 1.0),  # what follows the goal is not looked at
     ("bjna", 4, 6 / 7),
     ("bdtkna", 6, 4 / 7),
-    ("knakna", 3, 1.0),
-    ("kbdtkbda", 8, 2 / 7),
     ("bdtkbdtkna", 10, 0.0),  # arrives with the last node allowed
     ("bdtkbdtkbdtkna", 10, 0.0),
-    ("a", 1, 1.0),
     ("ba", 10, 0.0),  # no such edge
     ("bdt", 10, 0.0),  # never arrives
-    ("zda", 10, 0.0), ("b da", 10, 0.0),
     ("", 10, 0.0),
 ])
 def test_scores_by_hand(walk, length, score):

@@ -11,15 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
-from ppocli.ppo.policy_samples import in_steps, joined
+from ppocli.ppo.policy_samples import in_steps
 from ppocli.rewards.reward_records import RewardRequest, ends_of_steps, step_texts
-from ppocli.rewards.scoring import build_metric, build_reward
+from ppocli.rewards.scoring import build_reward
 from ppocli.sampling.samples import SamplingSpec, decode_responses, places_of_ends
 
 SEPARATED = [
-    ("a\nb\nc", "\n", ["a\n", "b\n", "c"]),
-    ("a\nb\n", "\n", ["a\n", "b\n"]),
-    ("one", "\n", ["one"]), ("", "\n", []), (" \n\n", "\n", [" \n\n"]),
+    ("a\nb\n", "\n", ["a\n", "b\n"]), ("", "\n", []),
     # what is empty between two separators, at the end or the beginning is part of a step
     ("\n\na\n\n \nb\n ", "\n", ["\n\na\n\n \n", "b\n "]),
     ("Step 1. é. 世界. x", ". ", ["Step 1. ", "é. ", "世界. ", "x"]),
@@ -56,10 +54,8 @@ PLACES = [
     (SPANNING, [0], [2, 2, 3], ["\ny\n", "y\n\n"], [1, 2]),
     # decoded alone, the response would lose the space that it begins with
     (MARKED, [0], [1, 2, 3, 2], [" cat.", " it."], [1, 3]),
-    (MARKED, [], [1, 2, 3, 2], ["cat.", " it."], [1, 3]),
     # é has two bytes, 世 three: a step is complete with the last of them
     (BYTES, bytes_of("q"), bytes_of("é\n世"), ["é", "\n世"], [1, 5]),
-    (BYTES, [], bytes_of("é\n世"), ["é\n", "世"], [2, 5]),
     (BYTES, [], [256], [], [])]
 
 
@@ -120,35 +116,18 @@ def test_rewards_of_steps_samples_and_tokens_are_summed_on_tokens(tmp_path, monk
     assert found.parts == {"each": [3.0, 0.0], "whole": [3.0, None], "tokens": [3.0, 0.5]}
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    ([[1.0, 2.0], []], ("a list of 2 numbers, but the response has 3 steps, for sample 0: 'qx = 1",
-                        "user_score", "as many as it has steps")),
-    ([[1.0, 2.0, 3.0], [1.0]], ("a list of 1 number, but the response has 0 steps, for sample 1",)),
-    ([[1.0, "x", 3.0], []], ("str 'x' for sample 0",)),
-    ([[1.0, 2.0, None], []], ("a list with a None or NaN in it for sample 0",))])
-def test_wrong_scores_name_function_sample_and_counts(answer, words):
-    def user_score(steps):
-        return answer
-
-    with refused(RewardError, *words):
-        scored(user_score)
-
-
 def test_a_function_says_what_steps_are(tmp_path, monkeypatch):
     (tmp_path / "cut.py").write_text(
         "def texts(responses):\n    return [[x[:3], x[3:7]] if x else [] for x in responses]\n\n\n"
         "def ends(responses):\n    return [[3, 7], []]\n\n\n"
-        "def empty(responses):\n    return [['x', ''], []]\n\n\n"
         "def other(responses):\n    return [['x', '= 1'], []]\n\n\n"
-        "def one(responses):\n    return ['x', '']\n\n\n"
         "def raises(responses):\n    raise ValueError('no steps today')\n")
     monkeypatch.chdir(tmp_path)
     # "x =" is within token 1, " 1\ny" ends token 2; what follows is no step
     assert scored(lambda steps: [[1.0] * len(own) for own in steps],
                   RewardConfig(step_fn="cut.py:texts")).dense == [[0, 1, 1, 0, 0, 0], [0]]
-    for name, told in (("ends", "list [3, 7] for sample 0: 'qx = 1"), ("empty", "list ['x', '']"),
-                       ("other", "list ['x', '= 1'] for sample 0"), ("one", "str 'x' for sample 0"),
-                       ("raises", "no steps today")):
+    for name, told in (("ends", "list [3, 7] for sample 0: 'qx = 1"),
+                       ("other", "list ['x', '= 1'] for sample 0"), ("raises", "no steps today")):
         with refused(RewardError, told, f"cut.py:{name}"):
             scored(lambda steps: [], RewardConfig(step_fn=f"cut.py:{name}"))
 
@@ -176,32 +155,3 @@ def test_steps_are_refused_where_nothing_says_what_they_are():
                  "reward.step_separator or reward.step_fn"):
         build_reward(RewardConfig(), reward_fn=score).check_columns([])
     build_reward(LINES, reward_fn=score).check_columns([])
-    # a column of that name is one as ever
-    asked = replace(request(), columns={"steps": [[7], [7, 7]]})
-    reward = build_reward(RewardConfig(), reward_fn=score)
-    reward.check_columns(["steps"])
-    found = reward.score(asked)
-    assert found.scores == [1.0, 2.0]
-    assert found.dense is None
-
-
-def test_metrics_and_functions_of_other_libraries_get_steps_too():
-    def verl(solution_str, ground_truth, steps):
-        return [float(len(step)) for step in steps]
-
-    reward = build_reward(LINES, reward_fn=verl)
-    asked = replace(request(), columns={"ground_truth": ["", ""]})
-    assert reward.score(in_steps(reward, asked)).dense == [[0, 0, 6, 3, 1, 0], [0]]
-    metric = build_metric(LINES, lambda steps: {"steps": [len(one) for one in steps]})
-    metric.check_columns([])
-    assert metric.compute(in_steps(reward, request())) == {"steps": [3.0, 0.0]}
-
-
-def test_steps_of_several_ranks_are_those_of_one():
-    one = request()
-    shares = [RewardRequest(*([column[i]] for column in (one.prompts, one.responses,
-                                                         one.response_ids)), {}, None,
-                            prompt_ids=[[]]) for i in range(2)]
-    reward = build_reward(LINES, reward_fn=lambda steps: [[1.0] * len(own) for own in steps])
-    whole = in_steps(reward, joined(shares, SPANNING))
-    assert reward.score(whole).dense == [[0, 0, 1, 1, 1, 0], [0]]

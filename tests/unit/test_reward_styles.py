@@ -10,23 +10,16 @@ from typing import Any
 import pytest
 import torch
 from data_tokenizers import CHATML, utf8_bytes, words
-from helpers import jsonl, refused, save_talker, serving_reward
-from runs import signed_again
+from helpers import jsonl, refused, serving_reward
 from runs import words as run_words
 
-from ppocli.builtin.names import BUILTIN_REWARDS
 from ppocli.config import config_yaml
-from ppocli.config.command_words import read_words
-from ppocli.config.compose import check, compose
 from ppocli.config.schema import ModelConfig, PromptsConfig, RewardConfig
 from ppocli.data.prompt_set import load_prompts
 from ppocli.errors import RewardError
-from ppocli.launch.open_run_folder import open_folder
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.rewards.resolve import locate_reward
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward, with_styles
-from ppocli.runs.episode import Episode, Turn
 
 EXAMPLES = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
 
@@ -63,17 +56,6 @@ def test_a_style_is_told_by_the_signature_and_can_be_named(name):
     assert with_styles(RewardConfig(fn=example(name), style="ppocli")).style == "ppocli"
 
 
-def test_what_ships_is_called_our_way(monkeypatch):
-    for name in BUILTIN_REWARDS:
-        target: Any = locate_reward(name, key="reward.fn").target
-        kwargs = {"classifier": {"model": "m"}, "reward_model": {"model": "m"},
-                  "step_reward_model": {"model": "m"}, "http": {"url": "u"},
-                  "length": {"target": 1},
-                  "judge": {"url": "u", "model": "m", "rubric": "r"}}.get(name, {})
-        cfg = RewardConfig(fn=name, kwargs=kwargs)
-        assert with_styles(cfg) == replace(cfg, style="ppocli"), target
-
-
 def test_dense_numbers_go_where_the_text_of_their_token_ends():
     tok = utf8_bytes()  # a token a byte
     text = "was né"
@@ -92,29 +74,6 @@ def test_dense_numbers_go_where_the_text_of_their_token_ends():
     front = words(front=True)
     asked = request(front, ["the film"])
     assert reward.score(asked).dense == [[1 + 2, 3, 4]]
-    # of our own tokens' length they are taken as they are
-    reward = build_reward(RewardConfig(style="trlx"), reward_fn=lambda outputs: [[5, 6, 7]])
-    assert reward.score(asked).dense == [[5, 6, 7]]
-
-
-def test_dense_numbers_keep_their_sum_where_tokens_differ(tokenizer):
-    pieces = [" w", "as", " a", " tru", "ly", " wonder", "ful"]
-    ids = [i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]]
-    text = "".join(pieces)
-    again = tokenizer(text)["input_ids"]
-    assert len(again) < len(ids)
-
-    def each(samples, prompts, outputs, tokenizer):
-        return [[float(i + 1) for i in range(len(tokenizer(outputs[0])["input_ids"]))]]
-
-    asked = RewardRequest(["p"], [text], [[*ids, tokenizer.eos_token_id]], {}, tokenizer,
-                          ended=[True])
-    [dense] = build_reward(RewardConfig(), reward_fn=each).score(asked).dense or []
-    assert sum(dense) == sum(range(1, len(again) + 2))
-    ends = [len(tokenizer.decode(ids[:i + 1])) for i in range(len(ids))]
-    for number, token in enumerate(again, start=1):
-        end = len(tokenizer.decode(again[:number]))
-        assert dense[next(i for i, e in enumerate(ends) if e >= end)] >= number, token
 
 
 def test_trlx_dense_example(tokenizer):
@@ -146,11 +105,6 @@ def test_a_bonus_for_the_end_of_text_is_given_as_trlx_gives_it(tokenizer):
         asked.response_ids[0], [*asked.response_ids[1], 40]])
     build_reward(RewardConfig(), reward_fn=trimmed).score(stopped)
     assert seen == [" good \n<eos>", " bad<eos>"]
-    # without an EOS nothing stands behind what a stop sequence ended
-    seen.clear()
-    build_reward(RewardConfig(), reward_fn=trimmed).score(
-        RewardRequest(["p"], ["the "], [[3, 7]], {}, words(eos=False), ended=[True]))
-    assert seen == ["the"]
 
 
 def test_conversations_reach_a_function_of_trls_as_messages():
@@ -174,19 +128,9 @@ def test_conversations_reach_a_function_of_trls_as_messages():
     assert seen[0] == (said, [{"role": "assistant", "content": "good"}])
     assert seen[1][0] == [{"role": "user", "content": "it was"}]
 
-    def longer(prompts, completions):
-        for prompt in prompts:
-            prompt.append(completions[0][0])
-        return [float(len(prompt)) for prompt in prompts]
-
-    appends = build_reward(RewardConfig(), reward_fn=longer)
-    assert appends.score(asked).scores == appends.score(asked).scores == [4.0, 2.0]
     # plain prompts stay texts
     plain = load_prompts(PromptsConfig(items=items[:1]), tok, seed=0, max_prompt_tokens=64)
     assert plain.batch([0], [0], 0).messages == []
-    named = build_reward(RewardConfig(style="ppocli"),
-                         reward_fn=lambda completions: [float(len(c)) for c in completions])
-    assert named.score(asked).scores == [4.0, 3.0]
 
 
 def test_trl_state_and_logs(tokenizer):
@@ -204,27 +148,6 @@ def test_trl_state_and_logs(tokenizer):
         return [1.0] * len(completions)
 
     build_reward(RewardConfig(), reward_fn=states).score(asked)
-
-    def short(completions, log_extra):
-        log_extra("half", [1])
-        return [1.0] * len(completions)
-
-    with refused(RewardError, "short", "logged 1 values for 2 samples as column 'half'"):
-        build_reward(RewardConfig(), reward_fn=short).score(asked)
-
-
-def test_a_call_that_is_made_again_logs_once(tokenizer):
-    calls = []
-
-    def flaky(completions, log_metric):
-        log_metric("tries", len(calls))
-        calls.append(1)
-        if len(calls) == 1:
-            raise ValueError("once")
-        return [1.0] * len(completions)
-
-    found = build_reward(RewardConfig(retries=1), reward_fn=flaky).score(request(tokenizer, ["a"]))
-    assert found.logs == [{"logged": {"tries": 1.0}}]
 
 
 VERL = {"data_source": ["openai/gsm8k"] * 2,
@@ -244,18 +167,8 @@ def test_verl_examples(tokenizer, caplog):
     # ground_truth may be a column of its own, and awaited functions run together
     plain = replace(asked, columns={"ground_truth": ["72", "so"], "data_source": ["x", "x"]})
     assert build_reward(RewardConfig(fn=example("awaited_score"))).score(plain).scores == [1.0, 0.0]
-    # constants come from reward.kwargs, as from verl's reward_kwargs
-    cfg = RewardConfig(fn=example("my_reward_fn"), kwargs={"data_source": "mine", "per": 10})
-    assert build_reward(cfg).score(plain).scores == [1.0, 0.5]
     with refused(RewardError, "needs an argument 'data_source'", "reward.kwargs.data_source=..."):
         build_reward(RewardConfig(fn=example("compute_score"))).check_columns(["ground_truth"])
-    bad = build_reward(RewardConfig(style="verl"), reward_fn=lambda solution_str: {"acc": 1})
-    with refused(RewardError, "a dict without 'score'"):
-        bad.score(asked)
-    for column in ("reward_model", "extra_info"):
-        text = replace(asked, columns={**VERL, column: ['{"ground_truth": "72"}'] * 2})
-        with refused(RewardError, 'is no mapping', f"prompts, column {column}", "not as a text"):
-            reward.score(text)
 
 
 def test_openrlhf_example(tokenizer):
@@ -273,55 +186,16 @@ def test_openrlhf_example(tokenizer):
 
     assert build_reward(RewardConfig(), reward_fn=plain).score(
         replace(asked, columns={})).scores == [1.0, 2.0]
-    said = build_reward(RewardConfig(style="openrlhf"), reward_fn=lambda queries: {
-        "rewards": [1.0, 2.0], "extra_logs": {"b": "no"}})
-    with refused(RewardError, "returned 'no' as 'b' of extra_logs", "lists of numbers can"):
-        said.score(replace(asked, columns={}))
-    with refused(RewardError, "needs an argument 'labels'", "prompts.columns"):
-        build_reward(RewardConfig(fn=example("reward_func"))).check_columns(["answer", "level"])
 
 
-def test_of_an_episode_the_whole_transcript_is_scored(tokenizer):
-    """Its ids are those that the policy said: numbers of the transcript's tokens have no place."""
-    turns = (Turn(" good", 2, observation=" a film"), Turn(" bad", 2))
-    said = [Episode("", turns, "done")]
-    asked = replace(request(tokenizer, [said[0].transcript]), episodes=said,
-                    response_ids=[tokenizer(" good bad", add_special_tokens=False)["input_ids"]])
-    seen: list[str] = []
-    build_reward(RewardConfig(style="openrlhf"), reward_fn=lambda queries: (
-        seen.extend(queries) or [1.0])).score(asked)
-    assert seen == ["The film good a film bad"]
-
-    def dense(samples, prompts, outputs, tokenizer, **metadata):
-        return [[0.5] * len(tokenizer(outputs[0], add_special_tokens=False)["input_ids"])]
-
-    with refused(RewardError, "a list of 7 numbers, but the response has 4 tokens"):
-        build_reward(RewardConfig(), reward_fn=dense).score(asked)
-
-
-@pytest.mark.parametrize("name", ["dense_reward_fn", "think_format_reward", "logging_reward",
-                                  "compute_score", "reward_func"])
-def test_a_server_calls_them_alike(name, tokenizer):
-    texts = [" <think>a</think> #### 72", " so", " was a fine film."]
-    asked = request(tokenizer, texts, [True, False, True], progress=(2, 5, 0.5))
-    columns = {"compute_score": {name: [*cells, cells[0]] for name, cells in VERL.items()},
-               "reward_func": {"labels": ["72"] * 3}, "logging_reward": {
-                   "ground_truth": ["1", "2", "3"]}}.get(name, {})
-    asked = replace(asked, columns=columns, messages=[
-        [{"role": "user", "content": "The film"}]] * 3 if name == "think_format_reward" else ())
-    cfg = RewardConfig(fn=example(name))
+def test_a_server_calls_them_alike(tokenizer):
+    asked = request(tokenizer, ["so #### 72", "so 72"], columns=VERL, progress=(2, 5, 0.5))
+    cfg = RewardConfig(fn=example("compute_score"))
     here = build_reward(cfg).score(asked)
     with serving_reward(build_reward(cfg), tokenizer=tokenizer) as address:
         there = build_reward(RewardConfig(fn="http", kwargs={
-            "url": f"{address}/score", "batch_size": 3})).score(asked)
+            "url": f"{address}/score"})).score(asked)
     assert (there.scores, there.dense) == (here.scores, here.dense)
-
-
-def test_a_server_without_tokenizer_says_what_it_needs(tokenizer):
-    reward = build_reward(RewardConfig(fn=example("dense_reward_fn")))
-    with serving_reward(reward) as address, refused(RewardError, "need the policy's tokenizer"):
-        build_reward(RewardConfig(fn="http", kwargs={"url": f"{address}/score", "retries": 0})
-                     ).score(request(tokenizer, [" good"]))
 
 
 def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
@@ -346,9 +220,7 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     assert all("logged/accuracy" in row and "eval/logged/accuracy" in row for row in rows[1:])
     samples = jsonl(folder / "samples.jsonl")
     assert all(row["extra"]["golden"] == "good" for row in samples)
-    steps = {row["extra"]["at"] for row in samples if row["kind"] == "rollout"}
-    assert steps == {"0/2", "1/2"}
-    assert {row["extra"]["at"] for row in samples if row["kind"] == "eval"} == {"0/2", "1/2", "2/2"}
+    assert {row["extra"]["at"] for row in samples if row["kind"] == "rollout"} == {"0/2", "1/2"}
     # what a run has found for a function stays; what is found for another is its own
     again = command("resume=runs/mixed", "ppo.num_steps=3", "reward.fns.ours.fn=rewards.py:plain",
                     "reward.fns.log.fn=elsewhere.py:mixture", code=0)
@@ -359,42 +231,6 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     assert config_yaml.read_config(folder / "config.yaml").reward.style == "ppocli"
 
 
-def test_a_run_from_before_styles_is_called_as_it_was(world):
-    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    given = run_words("run_name=old", "reward.fn=elsewhere.py:ends")
-    config = config_yaml.with_absolute_paths(compose(read_words(given)).config)
-    path = world / "runs/old/config.yaml"
-    path.parent.mkdir(parents=True)
-    now = config_yaml.config_text(config)
-    path.write_text(now.replace("  style: auto\n", "", 1))
-    assert len(path.read_text()) < len(now)
-    (path.parent / "run.json").write_text('{"run_id": "0"}')
-    (path.parent / "metrics.jsonl").write_text('{"step": 0}\n')
-    signed_again(path.parent)
-    for more, style in ((["resume=runs/old"], "ppocli"), ([*given, "resume=auto"], "ppocli"),
-                        (["resume=runs/old", "reward.style=trlx"], "trlx"),
-                        ([*given, "resume=auto", "reward.style=trlx"], "trlx"),
-                        (["resume=runs/old", "reward.fn=rewards.py:plain"], "auto")):
-        told: list[str] = []
-        with open_folder(check(compose(read_words(more))), None, told.append) as start:
-            assert start.config.reward.style == style
-        assert any("reward.style" in line for line in told) == (style != "ppocli")
-    assert with_styles(RewardConfig(fn="elsewhere.py:ends")).style == "trlx"
-
-
-def test_validate_shows_the_style(world, validate):
-    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    assert "reward elsewhere.py:dense_reward_fn (style trlx)" in validate(
-        *run_words("reward.fn=elsewhere.py:dense_reward_fn"), code=0).out
-    assert "did you mean trlx" in validate(*run_words("reward.style=trlxx"), code=2).said
-    assert "must be one of auto, ppocli, trl" in validate(
-        *run_words("~reward.fn", "reward.fns.a.fn=length", "reward.fns.a.style=TRL"),
-        code=2).said
-
-
-def test_a_chat_is_trained_on_a_function_of_trls(world, command):
-    save_talker(world / "talker")
-    (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    command(*run_words("model.path=./talker", "prompts.chat=true", "ppo.num_steps=1",
-                       "reward.fn=elsewhere.py:only_messages", "run_name=chat"), code=0)
-    assert config_yaml.read_config(world / "runs/chat/config.yaml").reward.style == "trl"
+def test_a_run_from_before_styles_is_called_as_it_was():
+    assert config_yaml.parsed("reward: {fn: 'elsewhere.py:ends'}\n").reward.style == "ppocli"
+    assert config_yaml.parsed("reward: {fn: 'x:y', style: auto}\n").reward.style == "auto"

@@ -1,6 +1,5 @@
 """The built-in classifier and reward model on tiny real models."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import refused, snapshots
+from helpers import refused
 from sessions import session_of, small_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -19,8 +18,6 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 
 from ppocli.config.schema import RewardConfig
@@ -97,9 +94,8 @@ def call(scorer: Any, texts: Sequence[str]) -> list[float]:
     return scorer(samples=texts, prompts=[""] * len(texts), responses=texts)
 
 
-@pytest.mark.parametrize("labels", [("negative", "POSITIVE"), ("POSITIVE", "negative"),
-                                    ("neutral", "POSITIVE", "negative")])
-def test_the_label_is_picked_by_name(tmp_path, labels):
+def test_the_label_is_picked_by_name(tmp_path):
+    labels = ("neutral", "POSITIVE", "negative")
     folder = bert(tmp_path / "m", labels)
     position = labels.index("POSITIVE")
     logits = [raw_logits(folder, DistilBertForSequenceClassification, text) for text in TEXTS]
@@ -126,16 +122,11 @@ def test_an_absent_label_lists_those_there_are(tmp_path):
     with refused(RewardError, "'POSITIV'", "Did you mean 'POSITIVE'?", "negative, POSITIVE",
                  "reward.kwargs.label"):
         TextClassifier(str(folder), label="POSITIV")
-    same = bert(tmp_path / "n", labels=("Good", "GOOD"))
-    with pytest.raises(RewardError, match="its labels: Good, GOOD"):
-        TextClassifier(str(same), label="good")
-    assert TextClassifier(str(same), label="GOOD").position == 1
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 64])
-def test_scores_do_not_depend_on_the_batch(tmp_path, batch_size):
-    classifier = TextClassifier(str(bert(tmp_path / "c")), batch_size=batch_size)
-    scorer = RewardModel(str(gpt2_rm(tmp_path / "r")), batch_size=batch_size)
+def test_scores_do_not_depend_on_the_batch(tmp_path):
+    classifier = TextClassifier(str(bert(tmp_path / "c")), batch_size=2)
+    scorer = RewardModel(str(gpt2_rm(tmp_path / "r")), batch_size=2)
     for each in (classifier, scorer):
         alone = [call(each, [text])[0] for text in TEXTS]
         assert call(each, TEXTS) == pytest.approx(alone, abs=1e-5)
@@ -144,12 +135,8 @@ def test_scores_do_not_depend_on_the_batch(tmp_path, batch_size):
 
 @pytest.mark.parametrize(("kind", "names"), [
     ("plain", {}),
-    ("plain", {"pad_token": "[PAD]"}),
-    ("plain", {"pad_token": "<eos>", "eos_token": "<eos>"}),
     ("plain", {"pad_token": "[PAD]", "padding_side": "left"}),
-    ("appends_eos", {"pad_token": "<eos>"}),
-    ("appends_eos", {}),
-])
+    ("appends_eos", {"pad_token": "<eos>"})])
 def test_the_score_is_read_at_the_last_token(tmp_path, kind, names):
     folder = gpt2_rm(tmp_path / "m", kind, **names)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -177,26 +164,6 @@ def test_long_texts_are_cut_and_said_once(tmp_path, caplog):
     assert "at most 12 tokens: 1 of 2 texts were cut on the left" in said[0]
     end = raw_logits(folder, GPT2ForSequenceClassification, "bad " * 10 + "good film")
     assert score[0] == pytest.approx(end[0], abs=1e-5)
-
-    classifier = TextClassifier(str(bert(tmp_path / "c")), output="logit")
-    start = raw_logits(tmp_path / "c", DistilBertForSequenceClassification, "bad " * 10)
-    assert call(classifier, [long]) == pytest.approx([start[1]], abs=1e-5)
-    with pytest.raises(RewardError, match="max_length=13 is longer than"):
-        TextClassifier(str(tmp_path / "c"), max_length=13)
-
-
-def test_roberta_positions_start_late(tmp_path):
-    config = RobertaConfig(vocab_size=len(SPECIALS + WORDS), hidden_size=16, intermediate_size=32,
-                           num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=12,
-                           pad_token_id=0, bos_token_id=2, eos_token_id=3, num_labels=1,
-                           type_vocab_size=1)
-    folder = save(tmp_path / "m", spread(RobertaForSequenceClassification(config)),
-                  tokenizer_of("bert"))
-    scorer = RewardModel(str(folder))
-    assert scorer.max_length == 11
-    scores = call(scorer, ["bad " * 30, "good", "a film"])
-    assert scores[1] == pytest.approx(
-        raw_logits(folder, RobertaForSequenceClassification, "good")[0], abs=1e-5)
 
 
 def test_samples_responses_and_pairs(tmp_path):
@@ -231,58 +198,20 @@ def test_steps_are_scored_up_to_their_ends(tmp_path):
     gains = StepRewardModel(str(folder), device="cpu", difference=True, batch_size=1)(**asked)
     assert gains[0] == pytest.approx([first, second - first], abs=1e-5)
     assert gains[2] == pytest.approx(wanted[2], abs=1e-5)
-    assert StepRewardModel(str(folder), device="cpu")(**{**asked, "steps": [[], [], []]}) == [
-        [], [], []]
 
 
-@pytest.mark.parametrize("kind", [RewardModel, TextClassifier])
-def test_an_untrained_head_is_refused(tmp_path, kind, capfd):
+def test_an_untrained_head_is_refused(tmp_path, capfd):
     folder = save(tmp_path / "base", GPT2LMHeadModel(GPT2), tokenizer_of("plain"))
     capfd.readouterr()
     with refused(InputError, "score.weight", "random") as caught:
-        kind(str(folder))
+        RewardModel(str(folder))
     assert caught.value.exit_code == 3
     assert capfd.readouterr().err == ""
 
 
-def test_a_classifier_is_not_a_reward_model(tmp_path):
-    with pytest.raises(RewardError, match=r"has 2 outputs \(negative, POSITIVE\)"):
-        RewardModel(str(bert(tmp_path / "m")))
-
-
-def write_config(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
-
-
-def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def other_sizes(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    write_config(folder, json.dumps(config | {"hidden_dim": 40}))
-
-
-def more_words(folder: Path) -> None:
-    tokenizer = tokenizer_of("bert")
-    tokenizer.add_tokens(["more", "words"])
-    tokenizer.save_pretrained(folder)
-
-
 @pytest.mark.parametrize(("damage", "words"), [
-    (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
-    (lambda folder: write_config(folder, '{"model_type": '), "config.json is not valid JSON"),
-    (lambda folder: write_config(folder, "[]"), "config.json is not valid JSON: it holds a list"),
     (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "No tokenizer in"),
-    (lambda folder: (folder / "tokenizer.json").write_text("<html>"),
-     "tokenizer.json is not valid JSON"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
-    (lose_a_shard, "model-00001-of-00002.safetensors can't be read"),
-    (other_sizes, "no fitting weights for distilbert.transformer.layer.0.ffn.lin1.bias"),
-    (more_words, "17 tokens, but its model has only 15 embeddings"),
-])
+    (lambda folder: (folder / "model.safetensors").unlink(), "no weights in")])
 def test_broken_folders_name_the_file(tmp_path, damage, words):
     folder = bert(tmp_path / "m")
     damage(folder)
@@ -298,12 +227,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_models(tmp_path, monkeypatch, offline):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("x")
     for model, words in {
         "./nope": ["Folder ./nope does not exist", str(tmp_path)],
-        "/nope/at/all": ["Folder /nope/at/all does not exist"],
-        "file": ["is a file"],
-        "": ["not a folder or a Hub name"],
         "someone/absent-model": ["'someone/absent-model' is not on this machine",
                                  "HF_HUB_OFFLINE=1 forbids downloading",
                                  "hf download someone/absent-model"],
@@ -313,32 +238,6 @@ def test_missing_models(tmp_path, monkeypatch, offline):
             build_reward(RewardConfig(fns={"taste": {"fn": "reward_model",
                                                      "kwargs": {"model": model}}}))
         assert "reward.kwargs" not in str(caught.value)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="no weights in adapter"):
-        RewardModel("adapter")
-
-
-def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
-    folder, = snapshots(monkeypatch, tmp_path, "someone/classifier", "main")
-    bert(folder)
-    scores = call(TextClassifier("someone/classifier"), TEXTS)
-    assert scores == call(TextClassifier(str(folder)), TEXTS)
-
-
-@pytest.mark.parametrize(("kwargs", "words"), [
-    ({"output": "probabilty"}, "Did you mean 'probability'?"),
-    ({"on": "prompt"}, "one of: sample, response, pair"),
-    ({"batch_size": 0}, "not a positive whole number"),
-    ({"max_length": "long"}, "not a positive whole number"),
-    ({"dtype": "fp16"}, "one of: fp32, bf16"),
-    ({"truncation_side": "middle"}, "one of: left, right"),
-    ({"device": "gpu"}, "failed: RuntimeError"),
-])
-def test_wrong_arguments(tmp_path, kwargs, words):
-    folder = bert(tmp_path / "m")
-    with refused(RewardError, words):
-        build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
 
 
 def test_evaluations_under_other_weights_of_a_reward_model_are_not_comparable(tmp_path):

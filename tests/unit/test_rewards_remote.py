@@ -1,22 +1,20 @@
 """The reward that asks a server, against servers that misbehave."""
 
-import gzip
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
 from helpers import refused, running
 
 from ppocli.config.schema import RewardConfig
-from ppocli.config.secrets import refuse_secrets, safe_text
-from ppocli.errors import ConfigError, RewardError
+from ppocli.config.secrets import safe_text
+from ppocli.errors import RewardError
 from ppocli.rewards import remote
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
@@ -93,10 +91,7 @@ def test_a_bare_list_and_scores_a_token_are_understood():
 BAD = {
     "count": ((200, '{"scores": [1.0, 2.0]}'),
               "answered 200 with 2 scores for 5 samples (sample 0 to 4 of 5)"),
-    "no json": ((200, "<html>\n<p>hello"), "answered 200 with no JSON: '<html>'"),
-    "other key": ((200, '{"rewards": [1]}'), "in place of a list of scores"),
     "NaN": ((200, '{"scores": [1.0, NaN, 1.0, 1.0, 1.0]}'), "returned NaN for sample 1: 'p1 r1'"),
-    "null": ((200, '{"scores": [1.0, 1.0, 1.0, null, 1.0]}'), "returned None for sample 3"),
     "client's fault": ((422, '{"error": "needs a column \\nand more"}'),
                        "answered 422: 'needs a column'"),
     "always busy": ((503, "busy\nline two"), "answered 503: 'busy' (3 times in a row)"),
@@ -113,15 +108,6 @@ def test_a_bad_answer_names_address_status_and_sample(case):
     assert caught.value.exit_code == 7
 
 
-def test_the_sample_of_a_later_part_is_named():
-    def short(body: dict[str, Any], call: int) -> tuple[int, str]:
-        return 200, json.dumps([1.0] * (2 if body["responses"][0] == "r0" else 1))
-
-    with answering(short) as (url, _), pytest.raises(
-            RewardError, match=r"1 score for 2 samples \(sample 2 to 3 of 5\)"):
-        build_reward(cfg_of(url, batch_size=2)).score(request_of())
-
-
 def test_failures_of_the_server_are_tried_again(caplog):
     def second_time(body: dict[str, Any], call: int) -> tuple[int, str]:
         return (500, "oops") if call == 1 else (429, "slow down") if call == 2 else lengths(body, 0)
@@ -131,14 +117,6 @@ def test_failures_of_the_server_are_tried_again(caplog):
         assert len(asked) == 3
     assert f"{url} answered 500: 'oops'; trying again in 0.01 s (1 of 3)" in caplog.text
     assert "answered 429: 'slow down'; trying again in 0.02 s (2 of 3)" in caplog.text
-
-
-def test_a_redirection_names_where_to():
-    head = (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /score/\r\nRetry-After: \xe9\r\n"
-            b"Content-Length: 0\r\n\r\n")
-    with pouring(head, b"", 0.01) as url, refused(
-            RewardError, "answered 307", "it points to /score/: correct reward.kwargs.url"):
-        build_reward(cfg_of(url)).score(request_of())
 
 
 def test_a_slow_answer_is_not_waited_for_and_not_asked_for_again():
@@ -158,67 +136,9 @@ def test_a_slow_answer_is_not_waited_for_and_not_asked_for_again():
     assert caught.value.where == "reward.kwargs.timeout"
 
 
-@contextmanager
-def pouring(head: bytes, piece: bytes, pause: float) -> Iterator[str]:
-    """The address of a server that answers with ``head`` and then with ``piece`` for ever."""
-    ended = threading.Event()
-
-    class Handler(StreamRequestHandler):
-        def handle(self) -> None:
-            self.request.recv(2**16)
-            with suppress(OSError):
-                self.request.sendall(head)
-                while not ended.wait(pause):
-                    self.request.sendall(piece)
-
-    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    with running(server) as url:
-        yield f"{url}/score"
-        ended.set()
-
-
-OK = b"HTTP/1.1 200 OK\r\n"
-
-
-@pytest.mark.parametrize("head", [OK, OK + b"\r\n[", OK + b"Content-Length: 9999\r\n\r\n["])
-def test_the_time_limit_is_of_the_whole_answer(head):
-    """A byte comes long before each read would have waited too long, in head and body."""
-    started = time.monotonic()
-    with pouring(head, b" ", 0.05) as url, refused(RewardError, "did not answer within 0.4 s"):
-        build_reward(cfg_of(url, timeout=0.4)).score(request_of())
-    assert time.monotonic() - started < 10
-
-
-def test_an_endless_answer_is_not_taken_in(monkeypatch):
-    monkeypatch.setattr(remote, "LEAST_ANSWER", 1000)
-    most = 1000 + 5 * remote.A_SAMPLE + 5 * 2 * remote.A_NUMBER
-    with pouring(OK + b"\r\n[", b"1.0, " * 10_000, 0.0) as url, refused(
-            RewardError, f"answered 200 with more than {most} bytes for 5 samples"):
-        build_reward(cfg_of(url)).score(request_of())
-
-
-def test_a_compressed_answer_is_neither_asked_for_nor_unpacked():
-    with answering(lengths) as (url, asked):
-        build_reward(cfg_of(url)).score(request_of())
-    assert asked[0]["headers"]["Accept-Encoding"] == "identity"
-    bomb = gzip.compress(b"[" + b" " * 10**7)
-    head = OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
-    with pouring(head + bomb, b"", 0.01) as url, refused(RewardError, "no JSON"):
-        build_reward(cfg_of(url)).score(request_of())
-
-
 def test_a_server_that_is_not_there_is_told_when_the_reward_is_built():
     with pytest.raises(RewardError, match=r"could not be reached: ConnectError.*\(2 times"):
         build_reward(cfg_of("http://127.0.0.1:9/score", retries=1))
-
-
-def test_among_several_rewards_the_right_key_is_named():
-    with answering(lambda body, call: (404, "")) as (url, _):
-        reward = build_reward(RewardConfig(fns={"far": {"fn": "http", "kwargs": {"url": url}}}))
-        with pytest.raises(RewardError) as caught:
-            reward.score(request_of())
-    assert caught.value.where == "reward.fns.far.kwargs.url"
 
 
 def test_headers_come_from_the_environment(monkeypatch):
@@ -239,38 +159,18 @@ def test_a_value_that_was_sent_is_shown_nowhere_whatever_its_variable_is_called(
     assert safe_text(str(caught.value)).count("'*** is unknown'") == 1
 
 
-@pytest.mark.parametrize("value", ["", "pw123\n", "p\u00e4ss-pw123"])
-def test_a_value_that_no_header_can_hold_is_refused_and_not_shown(value, monkeypatch):
-    monkeypatch.setenv("MY_REWARD_VALUE", value)
-    with refused(RewardError, "MY_REWARD_VALUE can't be sent as Authorization") as caught:
-        build_reward(cfg_of("http://127.0.0.1:9/", token_env="MY_REWARD_VALUE"))
-    assert caught.value.where == "reward.kwargs.token_env"
-    assert "pw123" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("kwargs", "said"), [
-    ({"url": "localhost:8123"}, "is not an address"), ({"url": "ftp://x/y"}, "is not an address"),
-    ({"url": 5}, "is not an address"), ({"url": "http://me:pw123@host/x"}, "holds a secret"),
+    ({"url": "localhost:8123"}, "is not an address"),
+    ({"url": "http://me:pw123@host/x"}, "holds a secret"),
     ({"url": "http://host/x?api_key=pw123"}, "holds a secret"),
-    ({"retries": -1}, "retries=-1 is not"), ({"retries": 1.5}, "a whole number from 0"),
-    ({"concurrency": 0}, "a whole number from 1"), ({"batch_size": True}, "batch_size=True"),
-    ({"timeout": 0}, "seconds above 0"), ({"timeout": 1e300}, "at most 1e+09"),
+    ({"retries": 1.5}, "a whole number from 0"), ({"timeout": 0}, "seconds above 0"),
     ({"token_env": "not_set_anywhere"}, "no variable"),
     ({"token_env": "my secret pw123"}, "not the name of a variable"),
-    ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"headers": "X-Key: A"}, "a list"),
-    ({"headers": 5}, "a list"), ({"headers": {"X-Key": "pw123"}}, "a list"),
-    ({"url": "http://127.0.0.1:abc/"}, "is not an address"),
-    ({"url": "http://.../"}, "is not an address"),
-    ({"tries": 3}, "no argument 'tries'")])
+    ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"tries": 3}, "no argument 'tries'")])
 def test_wrong_arguments_are_refused_and_secrets_not_shown(kwargs, said):
     with refused(RewardError, said) as caught:
         build_reward(cfg_of(**{"url": "http://127.0.0.1:9/", "retries": 0, **kwargs}))
     assert "pw123" not in str(caught.value)
-
-
-def test_an_address_with_a_password_never_reaches_a_file():
-    with pytest.raises(ConfigError, match=r"the value of reward.kwargs.url looks like a secret"):
-        refuse_secrets([("reward.kwargs.url", "http://me:pw@host/x", "command line")])
 
 
 def test_columns_that_json_can_not_hold_are_named():

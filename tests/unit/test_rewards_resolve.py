@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import refused
 
-from ppocli.builtin.names import BUILTIN_REWARDS
 from ppocli.config import import_guard
-from ppocli.config.schema import EnvConfig, RewardConfig
+from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, InputError, RewardError
-from ppocli.rewards.resolve import bind, locate_reward
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
 
@@ -60,8 +57,7 @@ def test_the_forms_of_an_import_path(write, spec):
     assert sys.path.count(str(path.parent)) == 1
 
 
-@pytest.mark.parametrize("spec", ["pkg.deep.mod:score", "pkg.deep.mod.score",
-                                  "pkg/deep/mod.py:score", "pkg.deep:mod.score", "pkg.score"])
+@pytest.mark.parametrize("spec", ["pkg/deep/mod.py:score", "pkg.deep:mod.score", "pkg.score"])
 def test_packages_and_reexports(write, spec):
     write("pkg/__init__.py", "from pkg.deep.mod import score")
     write("pkg/deep/__init__.py", "from pkg.deep import mod")
@@ -142,34 +138,24 @@ def test_classes_objects_partials_and_kwargs(write):
     assert score("shapes:Bonus", bonus=10, factor=2) == [16.0, 28.0]
     assert score("shapes:Bonus.fixed") == [7.0, 7.0]
     assert score("shapes:instance") == [4.0, 10.0]
-    assert score("shapes:scaled", factor=2) == [6.0, 18.0]
     assert score("shapes:ready") == [9.0, 27.0]
-    assert score("shapes:Net") == score("shapes:net") == [6.0, 18.0]
+    assert score("shapes:net") == [6.0, 18.0]
     assert score("shapes:anything", extra=5) == [5.0, 5.0]
 
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("my_reward:score", ["no module 'my_reward'", "Did you mean 'my_rewards'?"]),
     ("my_rewards:scor", ["no 'scor'", "my_rewards.py", "Did you mean 'score'?"]),
-    ("my_rewards:LIMIT", ["int", "can't be called"]),
     ("my_rewards", ["no function in it", "fix:   reward.fn=my_rewards:score"]),
     ("lenght", ["Did you mean 'length'?"]),
-    ("my_rewards.py", ["no function in it"]),
     ("my_reward.py:score", ["no file 'my_reward.py'", "Did you mean 'my_rewards.py'?"]),
-    ("folder/x.py:score", ["no file 'folder/x.py'"]),
-    ("pkg.inne:score", ["no module 'pkg.inne'"]),
-    ("pkg.inner", ["no function in it"]),
     ("pkg:inner", ["no function in it", "reward.fn=pkg.inner:score"]),
-    ("a b:score", ["no module 'a b'"]),
-    ("my_rewards:NoCall", ["no __call__"]),
-    ("my_rewards:Failing", ["Building", "KeyError: 'weights'", "my_rewards.py:9"]),
+    ("my_rewards:Failing", ["Building", "KeyError: 'weights'", "my_rewards.py:7"]),
     ("my_rewards:Needs", ["can't be built without 'bonus'", "reward.kwargs.bonus=..."]),
 ])
 def test_wrong_paths_name_the_remedy(write, spec, words):
     write("my_rewards.py", '''\
-        LIMIT = 3
         def score(outputs): return [1.0 for _ in outputs]
-        class NoCall: pass
         class Needs:
             def __init__(self, bonus): pass
             def __call__(self, outputs): return [1.0 for _ in outputs]
@@ -186,34 +172,6 @@ def test_wrong_paths_name_the_remedy(write, spec, words):
     assert "reward.fn" in str(caught.value) or "my_rewards.py" in str(caught.value)
 
 
-def test_an_error_inside_the_module_is_shown(write):
-    write("broken.py", "import math\n\nx = 1 / 0\n")
-    write("missing.py", "import not_installed_anywhere\n")
-    write("syntax.py", "def f(:\n")
-    write("leaves.py", "raise SystemExit(3)\n")
-    for spec, words in {
-        "broken:f": ["ZeroDivisionError: division by zero", "broken.py:3"],
-        "broken.py:f": ["ZeroDivisionError: division by zero", "broken.py:3"],
-        "missing:f": ["No module named 'not_installed_anywhere'", "missing.py:1"],
-        "syntax:f": ["SyntaxError", "syntax.py:1"],
-        "leaves:f": ["SystemExit: 3", "leaves.py:1"],
-    }.items():
-        with refused(RewardError, *words):
-            locate_reward(spec, key="reward.fn")
-
-
-def test_a_module_that_changes_torch_is_named(write):
-    write("modes.py", "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch."
-          "float64)\ndef f(outputs): return [1.0 for _ in outputs]\n")
-    try:
-        with torch.set_grad_enabled(True), refused(
-                RewardError, "modes:f left torch's default dtype and torch's grad mode changed",
-                "while it was imported"):
-            bind("modes:f", {}, key="reward.fn")
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_unknown_kwargs_name_the_nearest(write):
     write("my_rewards.py", '''
         def score(outputs, factor=1.0): return [factor for _ in outputs]
@@ -224,10 +182,6 @@ def test_unknown_kwargs_name_the_nearest(write):
     for name in ("score", "Scorer"):
         with pytest.raises(RewardError, match=r"no argument 'facto'. Did you mean 'factor'\?"):
             build_reward(RewardConfig(fn=f"my_rewards:{name}", kwargs={"facto": 2}))
-    with pytest.raises(RewardError, match="An argument is called True, which is no text"):
-        bind("length", {True: "response"}, key="reward.fn")  # what YAML makes of on: response
-    with pytest.raises(RewardError, match=r"reward.kwargs.outputs can't be set"):
-        build_reward(RewardConfig(fn="my_rewards:score", kwargs={"outputs": []}))
     with pytest.raises(RewardError, match=r"reward\.fns\.style\.kwargs\.facto"):
         build_reward(RewardConfig(fns={"style": {"fn": "my_rewards:score",
                                                  "kwargs": {"facto": 1}}}))
@@ -241,25 +195,7 @@ def test_a_required_parameter_without_a_source(write):
         reward.check_columns(["label", "id"])
     reward.check_columns(["labels"])
     with pytest.raises(RewardError, match="'labels'"):
-        build_reward(RewardConfig(fn="my_rewards:score")).check_columns(["label"])
-    for built in (reward, build_reward(RewardConfig(), reward_fn=lambda labels, /: labels)):
-        with pytest.raises(RewardError, match="'labels'"):
-            built.score(REQUEST)
-
-
-def test_a_column_with_a_known_name_is_hidden():
-    seen = {}
-
-    def f(prompts, outputs, **columns):
-        seen.update(columns, prompts=prompts)
-        return [0.0, 0.0]
-
-    columns = {"prompts": ["hidden", "hidden"], "label": [1, 2]}
-    reward = build_reward(RewardConfig(), reward_fn=f)
-    reward.score(RewardRequest(REQUEST.prompts, REQUEST.responses, REQUEST.response_ids, columns,
-                               None))
-    assert seen["prompts"] == REQUEST.prompts
-    assert seen["label"] == [1, 2]
+        reward.score(REQUEST)
 
 
 def test_checking_builds_nothing(write):
@@ -274,19 +210,7 @@ def test_checking_builds_nothing(write):
     check_reward_config(cfg, ["label"])
     with pytest.raises(RewardError, match="'label'"):
         check_reward_config(cfg, ["other"])
-    with pytest.raises(RewardError, match="no argument 'modl'"):
-        check_reward_config(RewardConfig(fn="my_rewards:Heavy", kwargs={"modl": "m"}), None)
     check_reward_config(RewardConfig(fn="classifier", kwargs={"model": "nowhere"}), None)
-
-
-def test_built_ins_keep_the_import_paths_that_configurations_may_have_saved():
-    assert BUILTIN_REWARDS.items() >= {
-        "classifier": "ppocli.rewards.reward_model:TextClassifier",
-        "reward_model": "ppocli.rewards.reward_model:RewardModel",
-        "http": "ppocli.rewards.remote:HttpReward", "length": "ppocli.rewards.rules:Length",
-        "randomwalks": "ppocli.rewards.randomwalks:optimality"}.items()
-    for spec in (*BUILTIN_REWARDS, *BUILTIN_REWARDS.values()):
-        assert callable(locate_reward(spec, key="reward.fn").target)
 
 
 def test_python_objects_replace_what_the_configuration_names():
@@ -299,15 +223,8 @@ def test_python_objects_replace_what_the_configuration_names():
     assert build_reward(own, reward_fn=one).score(REQUEST).scores == [4.0, 4.0]
     several = build_reward(recipe, reward_fn={"a": one, "b": functools.partial(one, factor=2)})
     assert several.score(REQUEST).parts == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
-    with pytest.raises(RewardError, match="can't be called"):
-        build_reward(recipe, reward_fn=3)
-    with pytest.raises(ConfigError, match="empty dict"):
-        build_reward(recipe, reward_fn={})
-    for name in ("mean", "penalty/short"):
-        with pytest.raises(ConfigError, match=f"reward/{name} is a figure of all rewards"):
-            build_reward(recipe, reward_fn={name: one, "x": one})
-    with pytest.raises(ConfigError, match="own rewards have the name env"):
-        build_reward(recipe, reward_fn={"env": one}, env=EnvConfig(fn="guess_number"))
+    with pytest.raises(ConfigError, match="reward/mean is a figure of all rewards"):
+        build_reward(recipe, reward_fn={"mean": one, "x": one})
     with pytest.raises(RewardError, match="was a Python object"):
         build_reward(RewardConfig(fn="<python object>"))
     with pytest.raises(RewardError, match="pass metric_fn="):

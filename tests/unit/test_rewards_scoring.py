@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import refused, request_of
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
@@ -31,35 +29,21 @@ class Broken:
         raise SystemExit(0)
 
 
-NO_ARRAY = torch.ones(N, dtype=torch.complex64)
 BAD_RETURNS = {
     "nothing": (None, "returned None for 3 samples"),
     "scalar": (1.0, "returned 1.0 for 3 samples"),
-    "long generator": (lambda: (1.0 for _ in range(9)), "returned 9 values for 3 samples"),
-    "short generator": (lambda: (1.0 for _ in range(2)), "returned 2 values for 3 samples"),
-    "text": ("1.0", "returned str '1.0' for 3 samples"),
-    "dict": ({"rewards": [1, 2, 3]}, "returned dict"),
-    "text inside": ([1.0, "0.5", 1.0], "returned str '0.5' for sample 1: 'prompt1 response1'"),
-    "nested": ([[[1.0], [1.0]]] * 3, "list [1.0] for sample 0"),
+    "generator": (lambda: (1.0 for _ in range(9)), "returned 9 values for 3 samples"),
+    "text": ([1.0, "0.5", 1.0], "returned str '0.5' for sample 1: 'prompt1 response1'"),
     "inf": ([1.0, math.inf, 1.0], "returned inf, which is infinite in float32, for sample 1"),
     "over float32": ([1.0, 1.0, 1e300], "1e+300, which is infinite in float32, for sample 2"),
-    "huge int": ([10**400, 1.0, 1.0], "inf, which is infinite in float32"),
     "broken object": (Broken(), "raised SystemExit: 0"),
-    "complex tensor": (NO_ARRAY, "returned complex"),
-    "meta tensor": (torch.ones(N, device="meta"), "raised "),
-    "object": ([object(), 1.0, 1.0], "returned object"),
-    **{f"{kind} {name}": (value, words) for name, rows, words in (
-        ("column", [[1.0]] * N, "a list of 1 number, but the response has 2 tokens, for sample 0"),
-        ("outputs", [[1.0] * 4] * N, "a list of 4 numbers, but the response has 2 tokens, for"))
-       for kind, value in (("list", rows), ("numpy", np.array(rows)),
-                           ("rows", list(np.array(rows))),
-                           ("tensor", torch.tensor(rows, requires_grad=True)))},
+    "complex tensor": (torch.ones(N, dtype=torch.complex64), "returned complex"),
+    "column": ([[1.0]] * N, "a list of 1 number, but the response has 2 tokens, for sample 0"),
+    "tensor": (torch.ones(N, 4, requires_grad=True), "a list of 4 numbers, but the response has"),
     "dense too long": ([[1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0]],
                        "a list of 3 numbers, but the response has 2 tokens, for sample 1"),
-    "dense with text": ([[1.0, "x"]] * 3, "str 'x' for sample 0"),
     "mixed": ([1.0, [1.0, 2.0], 1.0], "list [1.0, 2.0], but numbers for those before it, for"),
     "None": ([1.0, None, 1.0], "returned None for sample 1"),
-    "NaN": ([1.0, math.nan, 1.0], "returned NaN for sample 1"),
     "NaN inside": ([[1.0, math.nan]] * 3, "None or NaN in it for sample 0"),
 }
 
@@ -72,63 +56,17 @@ def test_bad_returns_are_refused_with_the_function_and_the_sample(case):
     assert caught.value.exit_code == 7
 
 
-GOOD_RETURNS = {
-    "floats": [1.0, 0.0, 2.0],
-    "ints": [1, 0, 2],
-    "bools": [True, np.bool_(False), 2],
-    "tuple": (1, 0, 2),
-    "numpy": np.array([1, 0, 2], dtype=np.float16),
-    "object array": np.array([1, 0.0, np.int8(2)], dtype=object),
-    "0-d": [torch.tensor(1.0), torch.tensor(0), np.array(2.0)],
-    "bfloat16": torch.tensor([1.0, 0.0, 2.0], dtype=torch.bfloat16),
-    "with gradient": torch.tensor([1.0, 0.0, 2.0], requires_grad=True),
-    "generator": lambda: (x for x in (1, 0, 2)),
-    "range-like": range(3),
-}
-
-
-@pytest.mark.parametrize("case", GOOD_RETURNS)
-def test_good_returns_are_converted(case):
-    value = GOOD_RETURNS[case]
+@pytest.mark.parametrize("value", [
+    [True, np.bool_(False), 2], (1, 0, 2), np.array([1, 0.0, np.int8(2)], dtype=object),
+    [torch.tensor(1.0), torch.tensor(0), np.array(2.0)],
+    torch.tensor([1.0, 0.0, 2.0], dtype=torch.bfloat16, requires_grad=True),
+    lambda: (x for x in (1, 0, 2))])
+def test_good_returns_are_converted(value):
     result = scores_of(value)
-    expected = [0.0, 1.0, 2.0] if case == "range-like" else [1.0, 0.0, 2.0]
-    assert result.scores == expected
+    assert result.scores == [1.0, 0.0, 2.0]
     assert all(type(score) is float for score in result.scores)
     assert result.dense is None
     assert result.valid == [True] * 3
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1,
-                max_size=20), st.integers(min_value=1, max_value=20))
-def test_any_finite_list_round_trips_and_any_other_length_raises(values, count):
-    if len(values) == count:
-        assert scores_of(values, count=count).scores == values
-        assert scores_of(np.array(values), count=count).scores == values
-    else:
-        for kind in (list, tuple, np.array, torch.tensor, iter):
-            with pytest.raises(RewardError, match=f"for {count} samples"):
-                scores_of(kind(values), count=count)
-
-
-@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=0, max_size=6), min_size=1, max_size=5),
-       st.integers(0, 6))
-def test_dense_rows_round_trip_or_raise(rows, tokens):
-    if all(len(row) == tokens for row in rows):
-        result = scores_of(rows, count=len(rows), tokens=tokens)
-        assert result.dense == rows
-        assert result.scores == pytest.approx([sum(row) for row in rows])
-    else:
-        with pytest.raises(RewardError, match="token"):
-            scores_of(rows, count=len(rows), tokens=tokens)
-
-
-def test_dense_forms():
-    expected = [[0.5, 1.0]] * 3
-    for value in (expected, torch.tensor(expected), np.array(expected),
-                  [torch.tensor(row) for row in expected], [tuple(row) for row in expected]):
-        result = scores_of(value)
-        assert result.dense == expected
-        assert result.scores == [1.5] * 3
 
 
 def test_skip_drops_none_and_nan():
@@ -213,25 +151,3 @@ def metric_of(value: object) -> dict[str, list[float]]:
 def test_metrics_are_converted():
     value = {"a": [1, True, 2], "b": torch.tensor([1.0, 2.0, 3.0]), "c": range(3)}
     assert metric_of(value) == {"a": [1.0, 1.0, 2.0], "b": [1.0, 2.0, 3.0], "c": [0.0, 1.0, 2.0]}
-
-
-@pytest.mark.parametrize(("value", "words"), [
-    ([1.0, 2.0, 3.0], "not a dict of lists"),
-    ({"a": 1.0}, "returned 1.0 for 3 samples as metric 'a'"),
-    ({"a": [1.0, math.nan, 1.0]}, "nan as metric 'a' for sample 1"),
-    ({"a": [1.0, "x", 1.0]}, "str 'x' as metric 'a' for sample 1"),
-    ({1: [1.0] * 3}, "not a dict of lists"),
-    ({"a": "abc"}, "returned str 'abc' for 3 samples as metric 'a'"),
-])
-def test_bad_metrics(value, words):
-    with refused(RewardError, words, "user_metric"):
-        metric_of(value)
-
-
-def test_no_samples_no_call():
-    def never(outputs):
-        raise AssertionError
-
-    assert build_reward(RewardConfig(), reward_fn=never).score(request_of(0)).scores == []
-    metric = build_metric(RewardConfig(), never)
-    assert metric.compute(request_of(0)) == {}

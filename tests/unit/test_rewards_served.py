@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError
@@ -46,13 +46,6 @@ def test_a_served_reward_scores_the_steps_that_it_is_told():
     with serving(score) as url:
         found = build_reward(RewardConfig(fn="http", kwargs={"url": f"{url}/score"})).score(samples)
         assert found.dense == [[3.0, 0.0, 6.0], [0.0, 9.0, 0.0]]
-        plain = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1, 2]]}
-        for more, status, told in (({}, 422, "takes the steps of responses"),
-                                   ({"steps": [["r"]]}, 400, "'steps' must come with 'step_ends'"),
-                                   ({"steps": [["r"]], "step_ends": [[0, 1]]}, 400, "'steps'")):
-            found = post(f"{url}/score", json.dumps({**plain, **more}).encode())
-            assert found[0] == status
-            assert told in found[1]["error"]
 
 
 def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -65,13 +58,6 @@ def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.loads(text) if text.startswith("{") else {"error": text}
 
 
-def test_every_digit_of_a_score_arrives():
-    numbers = [0.1, 1 / 3, -1e-300, 12345678.87654321, 5e-324]
-    with serving(lambda responses: numbers) as address:
-        found = asked(f"{address}/score")
-    assert found.scores == numbers
-
-
 def test_scores_a_token_and_missing_ones_arrive():
     def dense(response_ids):
         return [[0.5] * len(ids) if ids[0] else None for ids in response_ids]
@@ -82,23 +68,11 @@ def test_scores_a_token_and_missing_ones_arrive():
     assert found.dense == [[0.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
 
 
-def test_several_rewards_are_served_together_and_apart():
-    with serving({"one": lambda responses: [1.0] * len(responses),
-                  "two": lambda wanted: [float(x) for x in wanted]}) as address:
-        scores = {path: asked(f"{address}/score{path}", 3).scores for path in ("", "/one", "/two")}
-    assert scores == {"": [1.0, 2.0, 3.0], "/one": [1.0] * 3, "/two": [0.0, 1.0, 2.0]}
-
-
 SAMPLE = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1]]}
 WRONG = {
     "no json": (b"{", 400, "no JSON: '{'"),
-    "missing": (b'{"prompts": []}', 400, "'responses' must be a list of texts"),
-    "unknown": (json.dumps({**SAMPLE, "foo": 1}).encode(), 400, "unknown key 'foo'"),
     "count": (json.dumps({**SAMPLE, "prompts": ["a", "b"]}).encode(), 400,
               "'prompts' has 2 values in place of 1"),
-    "progress": (json.dumps({**SAMPLE, "progress": [1, "x", 0]}).encode(), 400,
-                 "'progress' must be a list of numbers"),
-    "columns": (json.dumps({**SAMPLE, "columns": {"x": 1}}).encode(), 400, "'columns.x'|must be"),
     "lacks": (json.dumps(SAMPLE).encode(), 422, "needs an argument 'wanted'"),
     "raises": (json.dumps({**SAMPLE, "columns": {"wanted": [0]}}).encode(), 500,
                "raised ZeroDivisionError"),
@@ -116,7 +90,7 @@ def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
     with serving(divide) as address:
         code, answer = post(f"{address}/score", body)
         assert code == status
-        assert any(part in answer["error"] for part in said.split("|")), answer
+        assert said in answer["error"]
         right = json.dumps({**SAMPLE, "columns": {"wanted": [4]}, "progress": [1, 10, 0.5]}
                            ).encode()
         assert post(f"{address}/score", right) == (200, {"scores": [0.25]})
@@ -124,16 +98,6 @@ def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
         with urlopen(f"{address}/health", timeout=20) as health:
             said_so = json.load(health)
         assert (said_so["status"], said_so["requests"], said_so["samples"]) == ("ok", 1, 1)
-
-
-def test_a_reward_that_leaves_does_not_take_the_server_with_it():
-    def leaves(responses):
-        raise SystemExit(0)
-
-    with serving(leaves) as address:
-        for _ in range(2):
-            code, answer = post(f"{address}/score", json.dumps(SAMPLE).encode())
-            assert (code, "raised SystemExit: 0" in answer["error"]) == (500, True)
 
 
 def test_the_token_is_asked_for():
@@ -156,40 +120,6 @@ def ones(responses):
     return [1.0] * len(responses)
 
 
-def status_of(connection: socket.socket) -> int:
-    with connection.makefile("rb") as answer:
-        return int(answer.readline().split()[1])
-
-
-def test_connections_are_counted(monkeypatch):
-    monkeypatch.setattr(serving_module, "MOST_CONNECTIONS", 1)
-    with serving(ones) as address:
-        with opened(address, b"POST") as first:
-            with opened(address, b"GET /health HTTP/1.0\r\n\r\n") as second:
-                assert status_of(second) == 503
-            first.sendall(b" / HTTP/1.0\r\n\r\n")
-            assert status_of(first) == 404
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            if post(f"{address}/score", json.dumps(SAMPLE).encode())[0] == 200:
-                return
-    pytest.fail("the connection is still counted")
-
-
-def test_a_body_that_comes_byte_by_byte_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(serving_module, "IDLE", 0.3)
-    monkeypatch.setattr(serving_module, "SLOWEST", 10**6)
-    head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 9000\r\n\r\n{"
-    with serving(ones) as address, opened(address, head) as slow, suppress(ConnectionError):
-        slow.settimeout(0.05)
-        for _ in range(200):
-            slow.sendall(b"x")
-            with suppress(TimeoutError):
-                assert b"408" in slow.recv(2**16)
-                return
-        pytest.fail("it was waited for")
-
-
 def test_requests_beyond_those_that_may_wait_are_refused(monkeypatch):
     monkeypatch.setattr(serving_module, "MOST_WAITING", 1)
     head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 10000\r\n\r\n{"
@@ -200,19 +130,6 @@ def test_requests_beyond_those_that_may_wait_are_refused(monkeypatch):
                 assert time.monotonic() < deadline  # the other one may come later
         while post(f"{address}/score", json.dumps(SAMPLE).encode())[0] != 200:
             assert time.monotonic() < deadline
-
-
-def test_a_body_in_chunks_is_no_larger_than_it_says():
-    head = (b"POST /score HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
-            b"Content-Length: 5\r\n\r\n")
-    with serving(ones) as address, opened(address, head + b"9\r\n" + b"x" * 9) as connection:
-        assert status_of(connection) in (400, 413)
-
-
-def test_a_length_that_is_no_number_of_bytes_is_too_large():
-    head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
-    with serving(ones) as address, opened(address, head) as connection:
-        assert status_of(connection) in (400, 413)
 
 
 @pytest.mark.parametrize("thread_safe", [False, True])

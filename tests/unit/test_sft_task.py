@@ -12,13 +12,12 @@ import torch
 from helpers import save_lm, save_talker
 from sessions import backward, data_task_of, grads_of, idle_context, planned
 
-from ppocli.data import prompt_set
-from ppocli.distributed.stop import StopFlag
+from ppocli.data import data_set
+from ppocli.distributed.ranks import StopFlag
 from ppocli.supervised.sft_task import SFTTask
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
-from ppocli.training.state import TrainState
-from ppocli.training.task import RunLength
+from ppocli.training.state import RunLength, TrainState
 
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
     ("the film was", " very good ."), ("i saw", " a dull film and hated it ."), ("it", " is fine"),
@@ -78,17 +77,15 @@ LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.
 
 
 @pytest.mark.parametrize(("kind", "rows", "keys"), [
-    ("gpt2", ROWS, {}), ("gpt2", ROWS, {"data__train_on": "all"}), ("llama", TEXTS, {}),
-    ("talker", TALKS, {}), ("talker", TALKS, {"data__train_on": "completion"}), ("t5", ROWS, {}),
-    pytest.param("bart", ROWS, {}, marks=pytest.mark.slow),
+    ("llama", TEXTS, {}), ("talker", TALKS, {"data__train_on": "completion"}), ("t5", ROWS, {}),
     ("gpt2", ROWS, {"model__peft": LORA}),
-    pytest.param("gpt2", ROWS, {"model__num_layers_unfrozen": 1}, marks=pytest.mark.slow),
-    pytest.param("llama", ROWS, {"model__gradient_checkpointing": True}, marks=pytest.mark.slow)])
+    pytest.param("gpt2", ROWS, {"data__train_on": "all"}, marks=pytest.mark.slow),
+    pytest.param("gpt2", ROWS, {"model__num_layers_unfrozen": 1}, marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, rows, keys):
     """The mean over the tokens of an update, in passes of all rows packed or padded, of two rows,
     of one, and of few tokens."""
     with sft_of(tmp_path, kind, rows, **keys) as task:
-        assert task.packs == (kind not in ("t5", "bart"))
+        assert task.packs == (kind != "t5")
         batch, _ = planned(task)
         task.trained.clear()
         total, count = own_loss(task, task.train, batch)
@@ -96,7 +93,7 @@ def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, 
         (total / count).backward()
         wanted = grads_of(task.policy)
         scale = max(float(one.abs().max()) for one in wanted.values())
-        for passes in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3},
+        for passes in ({}, {"micro_batch_size": 3},
                        {"micro_batch_size": None, "micro_batch_tokens": 17}, {"packing": False}):
             for name, value in passes.items():
                 if name == "packing":
@@ -108,20 +105,6 @@ def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, 
             assert found.keys() == wanted.keys()
             assert max(float((found[name] - wanted[name]).abs().max())
                        for name in wanted) < 1e-6 * max(scale, 1)
-
-
-def test_lora_and_bf16_learn(tmp_path):
-    for number, keys in enumerate(({"model__peft": LORA}, {"hardware__precision": "bf16"})):
-        with sft_of(tmp_path / str(number), val=ROWS[:3], sft__optimizer__lr=1e-2, **keys) as task:
-            state, losses = initial_state(task), []
-            _, plan = planned(task, state)
-            for _ in range(8):
-                losses.append(optimize(task, plan, state, StopFlag()).terms["total"])
-            assert losses[-1] < losses[0] - 0.01
-            total, count = own_loss(task, task.val, [0, 1, 2]) if number else (None, 0)
-            found = task.evaluate(idle_context()).figures
-            if total is not None:
-                assert found["loss"] == pytest.approx(float(total.detach()) / count, rel=0.02)
 
 
 def test_three_updates_are_those_of_a_loop_written_by_hand(tmp_path):
@@ -159,7 +142,7 @@ def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
     with sft_of(tmp_path, rows=ROWS[:2], val=ROWS[2:], sft__eval_samples=2) as task:
         with torch.no_grad():
             total, count = own_loss(task, task.val, list(range(5)))
-        for size in (None, 1, 3):
+        for size in (None, 3):
             task.cfg.sft.micro_batch_size = size
             found = task.evaluate(idle_context())
             assert found.figures["loss"] == pytest.approx(float(total) / count, abs=1e-6)
@@ -169,17 +152,6 @@ def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
             assert {"response", "response_tokens", "finished"} <= found.samples[0].keys()
         task.cfg.sft.neftune = 5.0  # noise is for training alone
         assert task.evaluate(idle_context()).figures["loss"] == found.figures["loss"]
-
-
-def test_examples_that_end_with_what_ends_no_response_are_warned_of(tmp_path, caplog):
-    """As those of a chat template whose turns end with another token than the tokenizer's EOS."""
-    save_talker(tmp_path / "talker")
-    config = tmp_path / "talker/chat_template.jinja"
-    config.write_text(config.read_text().replace(" . {% endfor %}", " <unk>{% endfor %}"))
-    for stops, warned in (([], True), ([3], False)):
-        caplog.clear()
-        with sft_of(tmp_path, "talker", TALKS, generation__stop_token_ids=stops):
-            assert ("generation.stop_token_ids=[3]" in caplog.text) is warned
 
 
 def test_noise_is_of_the_seed_the_example_and_the_epoch_alone(tmp_path):
@@ -201,31 +173,12 @@ def test_noise_is_of_the_seed_the_example_and_the_epoch_alone(tmp_path):
         one, next_epoch = noisy(0), noisy(7)
         assert torch.equal(one, noisy(0))
         assert not torch.equal(one, next_epoch)
-        # sample 5 alone, at the same place of the run
-        some = task.sequences(task.train, torch.tensor([5]))
-        with torch.no_grad(), task._noise(some, torch.tensor([5])):
-            alone = table(some.tokens) - table.weight[some.tokens]
-        assert torch.allclose(alone[0], one[5, :alone.shape[1]], atol=1e-6)
         for row, length in zip(one, samples.lengths.tolist(), strict=True):
             most, own = 5.0 / math.sqrt(length * 32), row[:length]
             assert float(row[length:].abs().sum()) == 0
             assert 0.95 * most < float(own.abs().max()) <= most * (1 + 1e-4)
             assert float(own.mean()) == pytest.approx(0, abs=0.15 * most)
             assert float(own.std()) == pytest.approx(most / math.sqrt(3), rel=0.15)
-
-
-def test_a_policy_learns_to_end(tmp_path):
-    with sft_of(tmp_path, rows=ROWS, val=ROWS, sft__optimizer__lr=1e-2, sft__mini_batch_size=7,
-                generation__max_new_tokens=12, generation__do_sample=False) as task:
-        state = initial_state(task)
-        before = task.evaluate(idle_context()).figures
-        for _ in range(30):
-            _, plan = planned(task, state)
-            optimize(task, plan, state, StopFlag())
-        after = task.evaluate(idle_context()).figures
-        assert before["finished_share"] < 0.6
-        assert after["finished_share"] == 1.0
-        assert after["loss"] < 0.5 * before["loss"]
 
 
 def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
@@ -240,8 +193,8 @@ def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
         assert [place for some in first for place in some] == places(range(10))
         assert sorted(places(range(7))) == sorted(places(range(7, 14)))
         assert places(range(7)) != places(range(7, 14))
-        drawn = prompt_set._order.cache_info().misses
+        drawn = data_set._order.cache_info().misses
         places(range(8, 10))
-        assert prompt_set._order.cache_info().misses == drawn
+        assert data_set._order.cache_info().misses == drawn
         task.cfg.data.shuffle = False
         assert places(range(5, 9)) == [5, 6, 0, 1]

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from data_tokenizers import CHATML, utf8_bytes, words
 from helpers import refused
@@ -27,11 +26,8 @@ LLAMA = FORM % (
     "{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' }}{{ c.arguments | tojson }}}<|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endif %}")
 ENCODED = "{{ c.arguments | tojson }}"
-EITHER = QWEN.replace(ENCODED, "{% if c.arguments is string %}{{ c.arguments }}{% else %}"
-                      + ENCODED + "{% endif %}")
-# what takes texts alone: it fails on a mapping, or prints it as Python does
+# what takes texts alone: it fails on a mapping
 JOINS = QWEN.replace(ENCODED, "{{ c.arguments + '' }}")
-PRINTS = QWEN.replace(ENCODED, "{{ c.arguments }}")
 
 ARGUMENTS = {"place": "Ås", "days": [1, 2.5], "unit": {"of": None, "on": True}}
 TEXT = '{"place":"Ås", "days": [1, 2.5], "unit": {"of": null, "on": true}}'
@@ -63,23 +59,19 @@ def loaded_prompts(items, tokenizer, **keys):
 
 CALLS = {
     "a text": calling(TEXT), "a mapping": calling(ARGUMENTS),
-    "null beside it": calling(TEXT) | {"content": None, "function_call": None},
     "no content": {key: cell for key, cell in calling(TEXT).items() if key != "content"},
     "calls in JSON": calling(TEXT) | {"tool_calls": json.dumps(calling(TEXT)["tool_calls"])},
-    "one call": calling(TEXT) | {"tool_calls": calling(TEXT)["tool_calls"][0]},
-    "an array": calling(TEXT) | {"tool_calls": np.array(calling(TEXT)["tool_calls"])},
     "function_call": {"role": "assistant", "content": None, "function_call": {
         "name": "look", "arguments": TEXT}},
     "LLaMA-Factory": {"from": "function_call", "value": json.dumps(
         {"name": "look", "arguments": ARGUMENTS})}}
 
 
-@pytest.mark.parametrize("template", [QWEN, LLAMA, EITHER, JOINS, PRINTS],
-                         ids=["qwen", "llama", "either", "joins", "prints"])
+@pytest.mark.parametrize("template", [QWEN, LLAMA, JOINS], ids=["qwen", "llama", "joins"])
 @pytest.mark.parametrize("form", CALLS)
 def test_calls_of_tools_are_what_transformers_makes_of_mappings(template, form):
     tokenizer = talker(template)
-    if template in (JOINS, PRINTS):
+    if template == JOINS:
         plain = form in ("a mapping", "LLaMA-Factory")
         taken = calling(json.dumps(ARGUMENTS, ensure_ascii=False) if plain else TEXT)
     else:
@@ -110,32 +102,13 @@ def test_calls_of_tools_are_what_transformers_makes_of_mappings(template, form):
     assert tokenizer.decode(opened) == last
 
 
-def test_calls_without_arguments():
-    for arguments, written in (("", "{}"), ("{}", "{}"), ({}, "{}")):
-        data = load([{"messages": [QUESTION, calling(arguments)]}], talker(QWEN), max_tokens=500)
-        assert f'"arguments": {written}}}' in shown(data, talker(QWEN))
-    none = [QUESTION, {"role": "assistant", "content": "so", "tool_calls": []}]
-    assert "one call" not in shown(load([{"messages": none}], talker(LLAMA), max_tokens=500),
-                                   talker(LLAMA))
-
-
 @pytest.mark.parametrize(("message", "says"), [
-    (calling('{"place": '), "has a malformed tool call"), (calling("[1]"), "malformed tool call"),
-    (calling({}) | {"tool_calls": ["look"]}, "has a malformed tool call: 'look'"),
-    ({"role": "assistant", "function_call": "look"}, "has a malformed tool call"),
-    ({"from": "function_call", "value": "look"}, "has a malformed tool call"),
+    (calling('{"place": '), "has a malformed tool call"),
     ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-     "has a part that is no text: "),
-    ({"role": "assistant", "content": None}, "has no role and content"),
-    ({"role": "assistant"}, "has no role and content"), ("so", "has no role and content: 'so'"),
-    ({"human": "a", "assistant": "b"}, "has no role and content")])
+     "has a part that is no text: ")])
 def test_messages_that_cannot_be_read_are_named(message, says):
-    place = "Message 2 of column 'messages' in item 1 of "
-    with refused(InputError, f"{place}data.items", says):
+    with refused(InputError, "Message 2 of column 'messages' in item 1 of data.items", says):
         read([{"messages": [QUESTION, message]}])
-    if isinstance(message, dict):
-        with refused(InputError, f"{place}prompts.items", says):
-            loaded_prompts([{"messages": [QUESTION, message]}], talker(QWEN))
 
 
 PARTS = [{"type": "text", "text": "how is"}, {"type": "text", "text": " it?", "image_url": None}]
@@ -148,19 +121,13 @@ SYSTEM = {"role": "system", "content": "be kind"}
     ({"conversations": SHARED}, ASKED, "read as conversations: the column conversations"),
     ({"conversation": ASKED}, ASKED, "read as conversations: the column conversation"),
     ({"messages": SHARED}, ASKED, "read as ShareGPT's turns: from is the role, value the content"),
-    ({"messages": np.array(SHARED)}, ASKED, ""),
     ({"conversations": [{"role": one["from"], "value": one["value"]} for one in SHARED]}, ASKED,
      "read as ShareGPT's turns: from is"),
     ({"conversations": [{"from": "system", "value": "be kind"}, *SHARED]}, [SYSTEM, *ASKED], ""),
     ({"messages": [QUESTION | {"content": PARTS}, ASKED[1]]}, ASKED, ""),
-    ({"messages": [QUESTION | {"content": np.array(PARTS)}, ASKED[1]]}, ASKED, ""),
-    ({"messages": [QUESTION, {"role": "ai", "content": [*"warm"]}]}, ASKED, ""),
     ({"conversations": SHARED, "system": "be kind"}, [SYSTEM, *ASKED],
      "the column system is the first turn of conversations"),
-    ({"messages": ASKED, "system": "be kind"}, [SYSTEM, *ASKED], ""),
-    ({"messages": ASKED, "system": None}, ASKED, ""),
     ({"messages": ASKED, "system": " "}, ASKED, ""),
-    ({"messages": [SYSTEM, *ASKED], "system": "be kind"}, [SYSTEM, *ASKED], ""),
     ({"messages": [SYSTEM, *ASKED], "system": "be rude"}, [SYSTEM, *ASKED], ""),
     ({"messages": ASKED, "by": "web", "id": 3}, ASKED, "columns that are not read: by, id")])
 def test_conversations_of_other_shapes_are_read_in_data_and_prompts(row, messages, note):
@@ -175,47 +142,16 @@ def test_conversations_of_other_shapes_are_read_in_data_and_prompts(row, message
         assert any(text.startswith(note) for text in ["", *asked.notes])
 
 
-def test_words_name_a_column_of_conversations_and_hide_a_system():
-    row = {"dialogs": SHARED, "preamble": "be kind"}
-    for columns, messages in (({"messages": "dialogs", "system": "preamble"}, [SYSTEM, *ASKED]),
-                              ({"messages": "dialogs"}, ASKED)):
-        assert read([row], columns=columns).examples[0].completion == messages
-    hidden = read([{"messages": ASKED, "system": "be kind"}], columns={"system": None})
-    assert hidden.examples[0].completion == ASKED
-    chat = {"prompt": "how is it?", "completion": "warm", "system": "be kind"}
-    (example,) = read([chat], chat=True).examples
-    assert (example.prompt, example.completion) == ([SYSTEM, QUESTION], ASKED[1:])
-    assert loaded_prompts([chat], talker(QWEN)).messages == [[SYSTEM, QUESTION]]
-    plain = read([chat])
-    assert plain.examples[0].prompt == "how is it?"
-    assert "columns that are not read: system" in plain.notes[0]
-    assert loaded_prompts([chat], talker(QWEN), chat=False).texts == ["how is it?"]
-
-
 @pytest.mark.parametrize("row", [
     {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "no"}},
     {"chosen": SHARED, "rejected": [SHARED[0], {"from": "gpt", "value": "no"}]},
     {"prompt": [QUESTION | {"content": PARTS}], "chosen": ASKED[1:],
      "rejected": turns("no", first="assistant")},
-    {"prompt": [], "chosen": ASKED, "rejected": [QUESTION, *turns("no", first="assistant")]},
-    {"instruction": "x", "conversations": SHARED, "chosen": ASKED,
-     "rejected": [QUESTION, *turns("no", first="assistant")]}])
+    {"prompt": [], "chosen": ASKED, "rejected": [QUESTION, *turns("no", first="assistant")]}])
 def test_pairs_of_other_shapes(row):
     (pair,) = read([row | {"system": "be kind"}], "pairs").pairs
     assert (pair.prompt, pair.chosen, pair.rejected) == (
         [SYSTEM, QUESTION], ASKED[1:], turns("no", first="assistant"))
-
-
-def test_questions_and_answers_of_other_names_are_named_in_the_fix():
-    alpaca = {"instruction": "say", "input": "good", "output": "a film"}
-    with refused(InputError, "data.columns.prompt=instruction data.columns.completion=output "
-                 "'data.template=\"{prompt}\\n{input}\"'"):
-        read([alpaca])
-    (example,) = read([alpaca], columns={"prompt": "instruction", "completion": "output"},
-                      template="{prompt}\n{input}").examples
-    assert (example.prompt, example.completion) == ("say\ngood", "a film")
-    with refused(InputError, "data.columns.prompt=question data.columns.completion=answer"):
-        read([{"question": "a", "answer": "b"}])
 
 
 @pytest.mark.parametrize(("one", "other", "prompt"), [
@@ -224,20 +160,14 @@ def test_questions_and_answers_of_other_names_are_named_in_the_fix():
     ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I am Bo: d",
      "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I am Bo: e",
      "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"),
-    ("Human: A: x B: y?\n\nAssistant: So.\n\nAnswer: it is A", "Human: A: x B: y?\n\nAssistant: So."
-     "\n\nAnswer: it is B", "Human: A: x B: y?\n\nAssistant:"),
-    ("USER: hi ASSISTANT: I do", "USER: hi ASSISTANT: I am", "USER: hi ASSISTANT:"),
     ("### Instruction:\nhi\n\n### Response:\nI do", "### Instruction:\nhi\n\n### Response:\nI am",
      "### Instruction:\nhi\n\n### Response:"),
-    ("Q: hi\nA: I do", "Q: hi\nA: I am", "Q: hi\nA:"),
     ("A post.\n\nTL;DR: I do", "A post.\n\nTL;DR: I am", "A post.\n\nTL;DR:"),
     ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nI do",
      "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nI am",
      "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
-    ("[INST] hi [/INST] I do", "[INST] hi [/INST] I am", "[INST] hi [/INST]"),
     # no mark that both share, or nothing behind it
     ("A film: I do", "A film: I am", "A film: I"),
-    ("Human: hi\n\nAssistant:", "Human: hi\n\nAssistant: I am", "Human: hi"),
     ("Pick one.\nA: a film\nB: a cast", "Pick one.\nA: a film\nB: a plot",
      "Pick one.\nA: a film\nB: a")])
 def test_the_prompt_of_two_texts_ends_at_the_mark_of_who_answers(one, other, prompt):
@@ -249,8 +179,7 @@ def test_the_prompt_of_two_texts_ends_at_the_mark_of_who_answers(one, other, pro
         assert loaded_prompts([row | cell], talker(QWEN), chat=False).texts == [prompt]
 
 
-MASK = [{"weight": 0}, {"weight": 0.0}, {"training": False}, {"train_on_turn": False},
-        {"train": "false"}, {"weight": np.float64(0)}, {"weight": 1, "train": False}]
+MASK = [{"weight": 0.0}, {"train_on_turn": False}, {"weight": 1, "train": "false"}]
 FIRST, SECOND = "<s> user : the film ? </s> assistant :", "user : and you ? </s> assistant :"
 GOOD, BAD = "good </s>", "very bad </s>"
 

@@ -8,7 +8,7 @@ from sessions import planned, session_of, small_config
 
 from ppocli.config.schema_training import PPOConfig
 from ppocli.config.tasks import steers_rate
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.ppo.experience import PPOState
 from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate
 from ppocli.training.loop import initial_state
@@ -65,19 +65,13 @@ def test_a_run_begins_with_a_tenth_of_its_rate_and_follows_the_kl(tmp_path):
     assert later.lr == pytest.approx(1e-3 * second * (1 - 15 / 32))
 
 
-def test_a_value_function_with_a_rate_of_its_own_keeps_it(tmp_path):
-    cfg = small_config(tmp_path, ppo__step_kl=0.01, ppo__optimizer__value_lr=1e-3)
-    with session_of(cfg) as session:
-        assert planned(PPOTask(session))[1].rate_factors == {"policy": 0.1}
-
-
-@pytest.mark.parametrize("lr", [1e-5, 1e-2])
+@pytest.mark.parametrize("lr", [pytest.param(1e-5, marks=pytest.mark.slow), 1e-2])
 def test_whatever_rate_is_typed_the_steps_become_equal(tmp_path, lr):
     """A rate that is 1000 times another, and KLs that would be a million times as large."""
     cfg = small_config(tmp_path, ppo__step_kl=1e-3, ppo__num_steps=9, ppo__optimizer__lr=lr)
     with session_of(cfg) as session:
-        kls = [row["policy/step_kl"] for _, _, row in steps_of(session, 9)]
-    assert 3e-4 < math.fsum(kls[-4:]) / 4 < 3e-3, kls
+        kls = [row["policy/step_kl"] for _, _, row in steps_of(session, 9 if lr < 1e-3 else 6)]
+    assert 3e-4 < math.fsum(kls[-3:]) / 3 < 3e-3, kls
 
 
 @pytest.mark.parametrize(("sizes", "steered"), [

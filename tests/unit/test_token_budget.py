@@ -7,7 +7,6 @@ import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.models.layout import in_groups, longest_first
-from ppocli.models.memory import pass_rows
 from ppocli.models.transformers_internals import cache_name
 from ppocli.ppo.step import to_experience
 
@@ -51,10 +50,3 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
     assert 2 < scored < 16
     assert max(seen) <= budget + 16  # packed rows are filled up
     assert len(seen) > scored
-
-
-def test_the_estimate_counts_the_rows_that_fit(tmp_path):
-    cfg = small_config(tmp_path, ppo__micro_batch_tokens=100, ppo__mini_batch_size=16,
-                       generation__max_new_tokens=10)
-    for prompt, rows in ((2, 8), (15, 4), (200, 1)):
-        assert pass_rows(cfg, prompt + 10, ranks=1).update == rows

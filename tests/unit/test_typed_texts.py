@@ -1,7 +1,7 @@
 """Texts typed on a command line: line breaks and tabs by one rule, once only; files keep YAML's."""
 
-from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,39 +9,51 @@ from ppocli.config.command_words import read_words
 from ppocli.config.compose import compose
 from ppocli.config.config_yaml import mapping_words, words_for
 
+TYPED = [
+    {r"prompts.template={prompt}\n\tA:": "{prompt}\n\tA:",
+     r"prompts.eval.template=\\t{prompt}\n": "\\t{prompt}\n",
+     r"data.template=\\\n{prompt}\frac{1}{2}": "\\\n{prompt}\\frac{1}{2}",
+     r"reward.step_separator=\n\n": "\n\n",
+     r"generation.stop_sequences=[\n,'\\nabla','\n\n',\beta]":
+         ["\n", r"\nabla", "\n\n", r"\beta"],
+     r"prompts.items=['a\nb',{prompt:'\\theta',id:\t}]":
+         ["a\nb", {"prompt": r"\theta", "id": "\t"}],
+     r"reward.kwargs={sep:\n,deep:{list:['\\n','a b\tc']},n:2}":
+         {"sep": "\n", "deep": {"list": [r"\n", "a b\tc"]}, "n": 2},
+     r"env.kwargs.pattern='\d+\\nu'": r"\d+\nu",
+     r"data.val=a\new": r"a\new", r"reward.fn=C\new.py:f": r"C\new.py:f"},  # paths are no texts
+    {"prompts.template={prompt}\nA:": "{prompt}\nA:",  # a line break that a shell can type
+     r"reward.step_separator=\\n": r"\n",
+     r"reward.fns.one={fn:length,kwargs:{sep:'\\t'}}": {"fn": "length", "kwargs": {"sep": r"\t"}}}]
 
-@pytest.mark.parametrize(("word", "expected"), [
-    (r"prompts.template={prompt}\n\tA:", "{prompt}\n\tA:"),
-    (r"prompts.template='{prompt}\\nabla'", r"{prompt}\nabla"),
-    (r"prompts.eval.template=\\t{prompt}\n", "\\t{prompt}\n"),
-    (r"data.template=\\\n{prompt}\frac{1}{2}", "\\\n{prompt}\\frac{1}{2}"),
-    ("prompts.template={prompt}\nA:", "{prompt}\nA:"),  # a line break that a shell can type
-    (r"reward.step_separator=\n\n", "\n\n"), (r"reward.step_separator=\\n", r"\n"),
-    (r"generation.stop_sequences=[\n,'\\nabla','\n\n',\beta]",
-     ["\n", r"\nabla", "\n\n", r"\beta"]),
-    (r"prompts.items=['a\nb',{prompt:'\\theta',id:\t}]",
-     ["a\nb", {"prompt": r"\theta", "id": "\t"}]),
-    (r"reward.kwargs={sep:\n,deep:{list:['\\n','a b\tc']},n:2}",
-     {"sep": "\n", "deep": {"list": [r"\n", "a b\tc"]}, "n": 2}),
-    (r"env.kwargs.pattern='\d+\\nu'", {"pattern": r"\d+\nu"}),
-    (r"reward.fns.one={fn:length,kwargs:{sep:'\\t'}}", {"one": {"fn": "length",
-                                                            "kwargs": {"sep": r"\t"}}}),
-    (r"data.val=a\new", r"a\new"), (r"model.path=\tiny", r"\tiny"),  # paths are no texts
-    (r"reward.fn=C\new.py:f", r"C\new.py:f")])
-def test_typed_texts_have_line_breaks_and_tabs(word, expected):
-    key = word.partition("=")[0]
-    key = key.removesuffix(".pattern").removesuffix(".one")
-    read = read_words(["model.path=lm", word])
-    composed = compose(read)
-    assert attrgetter(key)(composed.config) == expected
+
+def value_at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_typed_texts_have_line_breaks_and_tabs(typed):
+    def assert_read(read) -> Any:
+        config = compose(read).config
+        assert {key: value_at(config, key) for key in expected} == expected
+        return config
+
+    expected = {word.partition("=")[0]: value for word, value in typed.items()}
+    read = read_words(["model.path=lm", *typed])
+    config = assert_read(read)
     # once only, also where words are read again by a job or a resume, and as words of Python's
     assert read_words(read.overrides).settings == read.settings
-    assert attrgetter(key)(compose(read_words(words_for(composed.config))).config) == expected
-    value: object = expected
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    mapping = compose(read_words(mapping_words(value)))
-    assert attrgetter(key)(mapping.config) == expected
+    assert_read(read_words(words_for(config)))
+    mapping: dict[str, Any] = {}
+    for key, value in expected.items():
+        *parents, last = key.split(".")
+        node = mapping
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    assert_read(read_words(mapping_words(mapping)))
 
 
 def test_a_file_keeps_the_rules_of_yaml(tmp_path, monkeypatch):

@@ -7,26 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import WORDS, make_lm, make_tokenizer, ppocli, refused, save_lm, write_prompts
+from helpers import WORDS, make_tokenizer, refused, save_lm
 from sessions import (
-    data_task_of,
     experience_of,
     gradients,
-    planned,
-    record_on_cpu,
     refused_session,
     rollout_of,
     session_of,
     small_config,
 )
 from transformers import AutoModelForCausalLM
-from vllm_double import drawn, engine_of, one_server, ours
+from vllm_double import answering
 
+from ppocli.config.schema import RolloutConfig
 from ppocli.errors import ConfigError, InputError, SamplerError
-from ppocli.models.head import vocabulary_of
+from ppocli.models.head import Vocabulary
 from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.ppo import caller_samples
-from ppocli.training.task import UpdateGroup
+from ppocli.sampling.vllm.server import Server
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
 ROWS, IDS = 45, len(make_tokenizer())
@@ -66,12 +64,12 @@ def own_pass(lm, rollout, row, start=None):
     return lm(input_ids=prompt[None], decoder_input_ids=before[None]).logits[0], response
 
 
-@pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
-@pytest.mark.parametrize(("kind", "keys"), [
-    ("gpt2", {}), ("gpt2", {"ppo__logprobs_from": "forward", "ppo__chunk_size": 3}),
-    ("t5", {}), ("mamba", {}),
-    ("gemma2", {"generation__top_k": 40, "generation__repetition_penalty": 1.3}),
-    ("gpt2", {"generation__top_p": 0.9, "generation__min_new_tokens": 2})])
+@pytest.mark.parametrize(("kind", "gaps", "keys"), [
+    ("gpt2", (), {"ppo__logprobs_from": "forward", "ppo__chunk_size": 3}), ("t5", GAPS, {}),
+    ("gpt2", GAPS, {"generation__top_p": 0.9, "generation__min_new_tokens": 2}),
+    pytest.param("mamba", GAPS, {}, marks=pytest.mark.slow),
+    pytest.param("gemma2", GAPS, {"generation__top_k": 40, "generation__repetition_penalty": 1.3},
+                 marks=pytest.mark.slow)])
 def test_ids_without_a_token_are_never_sampled_and_probabilities_are_of_the_others(
         tmp_path, kind, keys, gaps):
     # T5 doesn't scale its attention: large weights would make it jump
@@ -89,21 +87,7 @@ def test_ids_without_a_token_are_never_sampled_and_probabilities_are_of_the_othe
                                            atol=3e-5)
 
 
-@pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
-def test_tokens_that_are_fed_as_recorded_are_the_same(tmp_path, monkeypatch, gaps):
-    save_padded(tmp_path / "lm", "llama", gaps)
-    result = []
-    for records in (False, True):
-        work = record_on_cpu(monkeypatch) if records else []
-        with session_of(small_config(tmp_path)) as session:
-            result.append(rollout_of(session))
-        assert bool(work) == records
-    assert result[0].sequences.action_tokens.tolist() == result[1].sequences.action_tokens.tolist()
-    torch.testing.assert_close(result[0].logprobs, result[1].logprobs, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
-@pytest.mark.parametrize("kl", ["k1", "full"])
+@pytest.mark.parametrize(("gaps", "kl"), [((), "k1"), (GAPS, "full")])
 def test_rows_without_a_token_have_no_gradient(tmp_path, gaps, kl):
     """With entropy, and a KL in the loss; the output embedding is one of its own."""
     save_padded(tmp_path / "lm", "llama", gaps, tie_word_embeddings=False)
@@ -116,8 +100,7 @@ def test_rows_without_a_token_have_no_gradient(tmp_path, gaps, kl):
     assert all(torch.isfinite(torch.tensor(value)) for value in terms.values())
 
 
-@pytest.mark.parametrize("rows", [IDS, ROWS, 60])
-@pytest.mark.parametrize("theirs", [IDS, ROWS, 60])
+@pytest.mark.parametrize(("rows", "theirs"), [(IDS, ROWS), (60, ROWS)])
 def test_a_reference_and_a_critic_may_have_other_numbers_of_rows(tmp_path, rows, theirs):
     save_padded(tmp_path / "lm", vocab_size=rows)
     save_padded(tmp_path / "other", "llama", seed=3, vocab_size=theirs)
@@ -137,16 +120,6 @@ def test_a_reference_and_a_critic_may_have_other_numbers_of_rows(tmp_path, rows,
                                        (log_p.exp() * (log_p - log_q)).sum(-1), rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("role", ["reference", "value"])
-def test_one_with_fewer_rows_than_the_tokenizer_has_ids_is_refused(tmp_path, role):
-    save_padded(tmp_path / "lm")
-    save_lm(tmp_path / "other", vocab_size=IDS - 1)
-    cfg = small_config(tmp_path, model__value__kind="model",
-                       **{f"model__{role}__path": str(tmp_path / "other")})
-    assert refused_session(cfg, InputError, f"ids up to {IDS - 1}", f"embeds only {IDS - 1}"
-                           ).where == f"model.{role}.path"
-
-
 def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path):
     save_padded(tmp_path / "lm")
     tokenizer = make_tokenizer()
@@ -155,50 +128,14 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path):
     refused_session(small_config(tmp_path), InputError, f"ids up to {ROWS}", f"only {ROWS}")
 
 
-def test_supervised_losses_are_of_all_rows_as_everybody_s(tmp_path):
-    save_padded(tmp_path / "lm")
-    rows = [{"prompt": "the film", "completion": " was good"}]
-    with data_task_of(tmp_path / "lm", rows, rows, {"task.fn": "sft"}) as task:
-        _, plan = planned(task)
-        group = plan.groups[0]
-        assert isinstance(group, UpdateGroup)
-        result = task.loss(plan.atoms, group.rows, group.weights, group).total
-        ids = torch.from_numpy(task.train.tokens[0]).long()
-        labels = ids.masked_fill(~torch.from_numpy(task.train.trained[0]), -100)
-        lm = AutoModelForCausalLM.from_pretrained(tmp_path / "lm").eval()
-        expected = lm(input_ids=ids[None], labels=labels[None]).loss
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-        assert vocabulary_of(task.loaded.lm).absent == absent(())
-
-
-def test_servers_sample_the_same_distribution(tmp_path):
-    save_padded(tmp_path / "lm", "llama", tie_word_embeddings=False)
-    engine = engine_of(tmp_path)
-    with torch.no_grad():  # which they would sample all the time
-        engine.head[IDS:] *= 8
-    with one_server(tmp_path, engine=engine) as (session, _):
-        with torch.no_grad():
-            session.policy.lm.lm_head.weight[IDS:] *= 8
-        result, greedy = drawn(session), ours(session, do_sample=False)
-        assert drawn(session, do_sample=False).action_ids == greedy.action_ids
-        rollout = rollout_of(session)
-        assert max(map(max, result.action_ids)) < IDS
-        # their logprobs beside our own: ratios are of the same distribution
-        assert float((rollout.extras.sampler_logprobs - rollout.logprobs).abs().max()) < 1e-3
-
-
-def test_a_server_that_samples_ids_without_a_token_is_refused(tmp_path):
-    save_padded(tmp_path / "lm", "llama", tie_word_embeddings=False)
-
-    def spoil(path, number, body):
-        body.get("sampling_params", {}).pop("logit_bias", None)
-
-    engine = engine_of(tmp_path)
-    with one_server(tmp_path, spoil, engine) as (session, _):
-        with torch.no_grad():
-            session.policy.lm.lm_head.weight[IDS:] *= 8
-        with refused(SamplerError, "rollout.urls"):
-            drawn(session)
+def test_a_server_is_told_not_to_sample_ids_without_a_token_and_refused_if_it_does():
+    reply = {"choices": [{"token_ids": [40], "finish_reason": "stop", "logprobs": {"content": [
+        {"token_id": 40, "logprob": -1.0}]}, "weight_versions": [{"version": "x"}]}]}
+    with answering(200, reply) as (plain, bodies):
+        server = Server(plain.url, RolloutConfig(), Vocabulary(ROWS, IDS))
+        with refused(SamplerError, "can't have sampled"):
+            server.generate([4], {"max_tokens": 8})
+    assert bodies[0]["sampling_params"]["logit_bias"] == {str(i): -1e9 for i in range(IDS, ROWS)}
 
 
 def test_what_names_ids_without_a_token_is_refused(tmp_path):
@@ -214,32 +151,3 @@ def test_what_names_ids_without_a_token_is_refused(tmp_path):
     cfg = small_config(tmp_path, rollout__engine=f"{OUTSIDE / 'slow_sampler.py'}:Whole")
     with session_of(cfg) as session, refused(ConfigError, "Whole sampled id", "no token"):
         rollout_of(session)
-
-
-@pytest.mark.slow
-def test_a_run_says_so_and_trains_beside_a_smaller_reference_and_critic(tmp_path):
-    """Rows without a token that would be sampled nearly always."""
-    save_padded(tmp_path / "small", "llama", seed=3)
-    lm = make_lm("llama", vocab_size=128, tie_word_embeddings=False)
-    with torch.no_grad():
-        lm.lm_head.weight[IDS:] *= 8
-    lm.save_pretrained(tmp_path / "big")
-    make_tokenizer().save_pretrained(tmp_path / "big")
-    write_prompts(tmp_path / "p.jsonl")
-    (tmp_path / "r.py").write_text("def f(outputs): return [float(len(o)) for o in outputs]\n")
-    done = ppocli("train", "model.path=big", "model.reference.path=small", "model.value.kind=model",
-                  "model.value.path=small", "prompts.path=p.jsonl", "reward.fn=r.py:f",
-                  "ppo.total_episodes=64", "ppo.num_rollouts=32", "ppo.mini_batch_size=16",
-                  "generation.max_new_tokens=8", "hardware.device=cpu", "run_name=a",
-                  cwd=tmp_path, code=0)
-    assert done.stdout.count("128 output rows and its tokenizer 37 ids: the other 91") == 1
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/a/model")
-    assert after.lm_head.weight.shape[0] == 128
-    for model in ("runs/a", "big"):
-        printed = ppocli("generate", model, "--prompt", "the film", "-n", "20", "--json",
-                         "generation.ignore_eos=true", "generation.max_new_tokens=8", cwd=tmp_path,
-                         code=0)
-        rows = [json.loads(line) for line in printed.stdout.splitlines()]
-        # four of the 37 are special
-        assert sum(len(row["response"].split()) for row in rows) > 0.7 * sum(
-            row["response_tokens"] for row in rows)

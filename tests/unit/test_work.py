@@ -6,14 +6,14 @@ then the number here is the one to change.
 """
 
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import mostly_slow, save_lm
+from helpers import save_lm
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
@@ -25,8 +25,7 @@ from ppocli.sampling.decode_state import SHRINK_AT
 from ppocli.training.state import Moment, PhaseClock
 from ppocli.training.task import OptimizeResult
 
-KINDS = ("gpt2", "llama")
-PRODUCTS = {"gpt2": 2, "llama": 3}
+PRODUCTS = 2
 """matrices between a layer's width and its inner one"""
 SAMPLES, EPOCHS, MINI, MICRO, LONGEST = 16, 2, 8, 4, 12
 PADDED, FILLED = 0.03, 16
@@ -51,37 +50,24 @@ class Case:
     scoring_values: int = 0
     decoded_values: int = 1
     update_passes: int = 1
-    weight_grads: bool = True
-    """of the matrices of layers"""
     embedding_grads: bool = False
-    head_grads: tuple[str, ...] = ()
-    """of these kinds"""
+    head_grads: bool = False
 
 
-UNTIED = ("llama",)
 CASES = {
     # in fp32 decoding has given the policy's logprobs and values: only the reference is asked
-    "all layers": Case({}, scored=LAYERS, trained=LAYERS, embedding_grads=True, head_grads=KINDS),
+    "all layers": Case({}, scored=LAYERS, trained=LAYERS, embedding_grads=True, head_grads=True),
     # frozen layers ran in decoding, for all passes after it
-    "top layer": Case({"model__num_layers_unfrozen": 1}, scored=1, trained=1, run=1,
-                      head_grads=UNTIED),
-    "all layers in bf16": Case(
-        {"hardware__precision": "bf16"}, scored=2 * LAYERS, trained=LAYERS, scoring_passes=2,
-        scoring_heads=2, scoring_values=1, embedding_grads=True, head_grads=KINDS),
+    "top layer": Case({"model__num_layers_unfrozen": 1}, scored=1, trained=1, run=1),
     # the reference, and updates, go on from where the policy's frozen layers end
     "top layer in bf16": Case(
         {"hardware__precision": "bf16", "model__num_layers_unfrozen": 1}, scored=LAYERS + 1,
-        trained=1, run=1, scoring_passes=2, scoring_heads=2, scoring_values=1, head_grads=UNTIED),
-    "adapters": Case({"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}}, scored=LAYERS,
-                     trained=LAYERS, weight_grads=False),
+        trained=1, run=1, scoring_passes=2, scoring_heads=2, scoring_values=1),
     # the reference and the critic; not the policy
     "a critic of its own": Case(
         {"model__value__kind": "model"}, scored=2 * LAYERS, trained=2 * LAYERS, run=2 * LAYERS,
         scoring_passes=2, scoring_values=1, decoded_values=0, update_passes=2,
-        embedding_grads=True, head_grads=KINDS),
-    "no reference": Case(
-        {"ppo__init_kl_coef": 0.0, "model__reference__kind": "none"}, scored=0, trained=LAYERS,
-        scoring_passes=0, scoring_heads=0, embedding_grads=True, head_grads=KINDS),
+        embedding_grads=True, head_grads=True),
 }
 
 
@@ -89,7 +75,6 @@ CASES = {
 class Step:
     """One counted step."""
 
-    kind: str
     case: Case
     work: Work
     rollout: Rollout
@@ -138,20 +123,15 @@ def updated(step: Step) -> int:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
-    for kind, folder in found.items():
-        save_work_lm(folder, kind)
-    return found
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_work_lm(tmp_path_factory.mktemp("work"))
 
 
-@pytest.fixture(scope="module", ids="-".join, params=mostly_slow(
-    product(KINDS, CASES), quick=lambda case: case[0] == "gpt2" or case[1] in (
-        "top layer in bf16", "a critic of its own")))
-def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
-    kind, name = request.param
-    case = CASES[name]
-    cfg = small_config(folders[kind], ppo__num_rollouts=SAMPLES, ppo__ppo_epochs=EPOCHS,
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=(
+    pytest.mark.slow if name == "top layer" else ())) for name in CASES])
+def step(request: pytest.FixtureRequest, folder: Path) -> Step:
+    case = CASES[request.param]
+    cfg = small_config(folder, ppo__num_rollouts=SAMPLES, ppo__ppo_epochs=EPOCHS,
                        ppo__mini_batch_size=MINI, ppo__micro_batch_size=MICRO, seed=0,
                        ppo__optimizer__lr=1e-5,
                        generation__max_new_tokens=LONGEST,
@@ -167,7 +147,7 @@ def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
         result = optimize(session, experience)
         clock.mark("optimize")
         groups = len(session.trained.optimizer.param_groups)
-    found = Step(kind, case, work, rollout, result, groups)
+    found = Step(case, work, rollout, result, groups)
     assert found.result.terms["grad_norm"] > 0
     # else nothing would be padded, and no row would end before others
     assert len(set(found.lengths.tolist())) > 4
@@ -215,11 +195,10 @@ def test_gradients_are_computed_of_what_trains_and_no_further_down(step: Step):
     case, positions = step.case, updated(step)
     layers = case.trained * positions
     assert step.count("optimize", "layers_back") == layers
-    assert step.count("optimize", "layer_grads") == case.weight_grads * PRODUCTS[step.kind] * layers
+    assert step.count("optimize", "layer_grads") == PRODUCTS * layers
     assert step.count("optimize", "embedding_grads") == (
         case.embedding_grads * case.update_passes * positions)
-    assert step.count("optimize", "head_grads") == (
-        step.kind in case.head_grads) * EPOCHS * step.tokens
+    assert step.count("optimize", "head_grads") == case.head_grads * EPOCHS * step.tokens
     for phase in ("rollout", "reward", "scoring", "other"):
         found = {name for name, count in step.work.phases[phase].items() if count}
         assert found <= {"embedded", "layers", "head", "values"}, phase
@@ -233,11 +212,10 @@ def test_the_optimizer_steps_once_an_update_with_one_operation_a_group(step: Ste
     assert step.count("optimize", "steps") == updates * step.groups
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folders, kind):
+def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folder):
     """In fp32 and at temperature 1 decoding has given the policy's logprobs."""
     new = 8
-    cfg = small_config(folders[kind], ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
+    cfg = small_config(folder, ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
     work = Work()
     with session_of(cfg) as session, work:
         found = evaluate(session, session.context())
@@ -267,14 +245,13 @@ def peak_of(work: Any) -> int:
     return peak
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
+def test_logits_of_all_tokens_never_exist_at_once(tmp_path, monkeypatch):
     """A vocabulary beside which the rest of a small model is nothing, and a pass whose logits are
     more than may be kept."""
     vocabulary = 16381
     monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 2**18)
     monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**20)
-    save_lm(tmp_path / "lm", kind, vocab_size=vocabulary)
+    save_lm(tmp_path / "lm", vocab_size=vocabulary)
     cfg = small_config(tmp_path, ppo__micro_batch_size=8, generation__max_new_tokens=24,
                        generation__length_sampler=[20, 24])
     with session_of(cfg) as session:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.models.layout import SequenceBatch
 from ppocli.models.transformers_internals import conv1d
+from ppocli.models.trunk import response_hidden, with_modules
 from ppocli.runs.model_files import ADAPTER_BASE, ADAPTER_WEIGHTS, BaseIdentity
 
 SCORE = "score.weight"
@@ -38,6 +40,60 @@ class Adapter:
     model: Any
     """PEFT's model around the causal LM"""
     base: BaseIdentity
+
+
+class ValueAdapter(torch.nn.Module):
+    """A second adapter on the policy's base, of the same shape and start as the policy's: the trunk
+    of a value function that shares every frozen weight with the policy.
+
+    It holds the adapter's parts alone. A pass runs a second view of the policy's model whose layers
+    have these parts in place of the policy's, so that activations can be recomputed in the backward
+    pass, and no switch is left behind.
+
+    Args:
+        lm: the policy's model, with its adapter in it.
+    """
+
+    split = None
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({
+            name.replace(".", "/"): torch.nn.ModuleDict(
+                {part: copy.deepcopy(child) for part, child in layer.named_children()
+                 if belongs_to_adapter(part)})
+            for name, layer in adapted_layers(lm).items()})
+
+    def forward(self, lm: Any, batch: SequenceBatch, shared: list[torch.Tensor]) -> torch.Tensor:
+        """[N, D] states that a value head reads, at the positions that predict the response tokens.
+
+        Args:
+            lm: the policy's model.
+            shared: not read.
+        """
+        layers = adapted_layers(lm)
+        modules = {}
+        for key, parts in self.layers.items():
+            layer = modules[key.replace("/", ".")] = copy.copy(layers[key.replace("/", ".")])
+            layer._modules = {**layer._modules, **cast(torch.nn.ModuleDict, parts)}
+        return response_hidden(with_modules(lm, modules), batch)
+
+
+def peft_names(value_trunk: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The saved tensors of a :class:`ValueAdapter` by the names that PEFT writes."""
+    return {".".join(("base_model.model", *(
+        part.replace("/", ".") for part in name.split(".")[1:]
+        if part not in ("default", *_OWN_PARTS)))): tensor
+        for name, tensor in value_trunk.items()}
+
+
+def adapted_layers(lm: Any) -> dict[str, Any]:
+    """The layers of PEFT inside a model, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    return {name: module for name, module in lm.named_modules()
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)}
 
 
 def belongs_to_adapter(name: str) -> bool:
@@ -258,13 +314,9 @@ def load_adapter(lm: Any, folder: Path, base: BaseIdentity,
 def enable_adapter(lm: Any, enabled: bool) -> None:
     """Switch adapters inside a model's layers on or off, without changing which parameters
     train."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
     trains = {name: p.requires_grad for name, p in lm.named_parameters()}
-    for module in lm.modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            module.enable_adapters(enabled)
+    for module in adapted_layers(lm).values():
+        module.enable_adapters(enabled)
     for name, parameter in lm.named_parameters():  # PEFT changes them on the way
         parameter.requires_grad_(trains[name])
 

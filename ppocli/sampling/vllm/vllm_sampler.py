@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ppocli.config import schema
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.data_set import PromptBatch
 from ppocli.distributed.backend import Backend
-from ppocli.distributed.stop import StopFlag
+from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import SamplerError
 from ppocli.models.head import vocabulary_of
 from ppocli.models.layout import padded
@@ -144,8 +144,8 @@ class VllmSampler(DecodeSampler):
         with self.setup.backend.autocast():
             tokens = torch.tensor([ids + answer.ids[:-1]], device=self.setup.backend.device)
             logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
-        ours = self._vocabulary.cut(
-            logits, self._vocabulary.gaps_on(logits.device)).log_softmax(-1).cpu()
+        gaps = self._vocabulary.gaps_on(logits.device) if self._vocabulary.gaps else None
+        ours = self._vocabulary.cut(logits, gaps).log_softmax(-1).cpu()
         logprobs = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
         off = (logprobs - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - logprobs
         most = MOST_OFF[self.setup.cfg.hardware.precision]

@@ -1,40 +1,42 @@
-"""What a person sees of a run: one line per step, warnings, and a closing table.
+"""What a person sees of a run: one line per step, and warnings.
 
-Lines go to stdout and to ppocli.log, warnings to stderr and to ppocli.log. On a terminal a live
-view (:mod:`ppocli.publish.live_view`) stays below the lines. A display that dies (a closed pipe) is
-dropped; the run goes on.
+Lines go to stdout and to ppocli.log, warnings to stderr and to ppocli.log. A display that dies (a
+closed pipe) is dropped; the run goes on. :mod:`ppocli.publish.live_view` adds a live view below the
+lines, and a closing table.
 """
 
 import logging
 import os
-import sys
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ppocli.config.secrets import safe_text
-from ppocli.config.text import clean, figure
-from ppocli.distributed.standard_output import result_stream
-from ppocli.publish import live_view
-from ppocli.runs import run_folder, run_logs
-from ppocli.runs.episode import transcript_turns
+from ppocli.config.text import figure
+
+if TYPE_CHECKING:
+    from ppocli.publish.live_view import Dashboard
 
 log = logging.getLogger("ppocli")
 
 _NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
 """prefixes of figures that are not a task's own"""
-_MAIN = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2", "turns_mean", "done_share")
-"""figures of PPO's evaluations in the closing table"""
+_OF_EVALUATION = re.compile("eval/")
+_PLAIN_WIDTH = 110
+"""columns without a terminal"""
 
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
 
 
-class _LogFile(logging.FileHandler):
+class LogFile(logging.FileHandler):
     """ppocli.log, which reports quote and people publish. A full disk must not end the run or print
     tracebacks."""
 
@@ -49,36 +51,76 @@ class _LogFile(logging.FileHandler):
         """Drop the record."""
 
 
-class Display(logging.Handler):
-    """The lines, the live view and the closing table of one run; prints what is logged.
+class Outlet(Console):
+    """A Rich console for threads that print around a live view. Characters that its stream can't
+    encode are escaped; once the reader has left, output is dropped.
 
     Args:
-        folder: the run's.
-        mode: what is shown.
-        out, err: streams for lines and for warnings.
-        started_by: a process that has started this one in a process group of its own.
+        stream: where to print to.
     """
 
-    def __init__(self, folder: Path, mode: DisplayMode, out: Any, err: Any,
-                 started_by: int | None = None) -> None:
+    def __init__(self, stream: Any) -> None:
+        self._printing = RLock()
+        with suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
+            stream.reconfigure(errors="backslashreplace")
+        super().__init__(file=stream, highlight=False, markup=False, safe_box=True,
+                         width=None if is_terminal(stream) else _PLAIN_WIDTH)
+
+    def __enter__(self) -> Self:
+        """Print atomically: erasing and drawing belong together."""
+        self._printing.acquire()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        except (OSError, ValueError):  # ValueError: it was closed
+            self.quiet = True
+        finally:
+            self._printing.release()
+
+    def on_broken_pipe(self) -> None:
+        """Go on in silence, where Rich itself would end the process."""
+        self.quiet = True
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor visible: it is needed after a kill."""
+        return False
+
+    @property
+    def can_live(self) -> bool:
+        """Whether a live view can be drawn: on a terminal with Unicode whose cursor moves."""
+        # FORCE_COLOR makes is_terminal true for a pipe
+        return is_terminal(self.file) and self.is_terminal and not self.is_dumb_terminal \
+            and bool(os.environ.get("TERM")) and self.encoding.startswith("utf")
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal."""
+    with suppress(AttributeError, ValueError):  # none at all, or a closed one
+        return bool(stream.isatty())
+    return False
+
+
+class Display(logging.Handler):
+    """The lines of one run; prints what is logged.
+
+    Args:
+        mode: what is shown.
+        out, err: streams for lines and for warnings.
+    """
+
+    board: "Dashboard | None" = None
+    """contents of the live view, where one is drawn: training updates its phases and samples"""
+
+    def __init__(self, mode: DisplayMode, out: Any, err: Any) -> None:
         super().__init__()
-        self.board = live_view.Dashboard(folder.name)
-        """the contents of the live view; training updates its phases and samples"""
-        self._metrics = run_folder.RunFolder(folder).metrics
         self._mode = mode
-        self._out, self._err = live_view.Outlet(out), live_view.Outlet(err)
-        self._started_by = started_by
-        self._view: live_view.LiveView | None = None
+        self._out, self._err = Outlet(out), Outlet(err)
 
     def start(self, done: int, total: int) -> None:
-        """Open the live view, if one is to be shown, at ``done`` of ``total`` steps."""
-        if self._mode != "auto" or not self._out.can_live:
-            return
-        # the rows of a resumed run up to the step it resumes from
-        self.board.begin(total, (row for row in run_logs.read_metrics(self._metrics)
-                                 if row["step"] <= done))
-        self._view = live_view.LiveView(self._out, self.board, self._started_by)
-        self._view.start()
+        """The run begins, or goes on, at ``done`` of ``total`` steps."""
 
     def listen(self) -> None:
         """Make this display receive log messages when several runs are open in this process."""
@@ -92,7 +134,7 @@ class Display(logging.Handler):
             return
         text = safe_text(record.getMessage())
         if record.levelno >= logging.WARNING:
-            above = self._view is not None and live_view.is_terminal(self._err.file)
+            above = self.board is not None and is_terminal(self._err.file)
             (self._out if above else self._err).print(
                 Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
         elif self._mode != "quiet":
@@ -100,7 +142,8 @@ class Display(logging.Handler):
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """Show and log the figures of a finished step."""
-        self.board.add_row(row)
+        if self.board is not None:
+            self.board.add_row(row)
         for line in row_lines(row, total):
             log.info(line)
 
@@ -109,32 +152,12 @@ class Display(logging.Handler):
         if self._mode != "quiet":
             self._out.print(table)
 
-    def close(self) -> None:
-        """Remove the live view before further output."""
-        super().close()
-        if (view := self._view) is not None:
-            view.stop()
-            self._view = None
-            if view.trouble is not None:
-                log.warning("the live view ended early: %r", view.trouble)
-
-
-@contextmanager
-def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | None = None
-                 ) -> Iterator[Display]:
-    """Attach the run's output to the ``ppocli`` logger; the log file lies in the run's folder.
-    ``started_by``: see :class:`Display`."""
-    display = Display(log_file.parent, mode, result_stream(), sys.stderr, started_by)
-    with closing(_LogFile(log_file)) as file, logging_to(logging.INFO, display, file), \
-            closing(display):
-        yield display
-
 
 @contextmanager
 def open_silence() -> Iterator[Display]:
     """The display of ranks other than 0, which print nothing: rank 0 prints the same."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, logging_to(logging.CRITICAL + 1):
-        yield Display(Path(os.devnull), "quiet", nowhere, nowhere)
+        yield Display("quiet", nowhere, nowhere)
 
 
 _listening: list[tuple[int, bool, tuple[logging.Handler, ...]]] = []
@@ -179,20 +202,22 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
     lines = []
     spent = f"lr {figure(row.get('lr'), 1, 'e')}  {shown('time/step', 1)} s"
     if "reward/mean" in row:
-        phases = " ".join(f"{name} {shown(f'time/{name}', 1)}" for name in (
-            "rollout", "reward", "scoring", "optimize") if f"time/{name}" in row)
+        phases = list[str]()
+        for name in ("rollout", "reward", "scoring", "optimize"):
+            if f"time/{name}" in row:
+                phases.append(f"{name} {shown(f'time/{name}', 1)}")
         lines.append(
             f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}"
             f"  kl {shown('objective/kl', 2)}  len {shown('rollout/response_tokens_mean', 1)}"
             f"  loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}"
-            f"  clip {shown('policy/clipfrac_avg', 2)}  {spent} ({phases}, "
+            f"  clip {shown('policy/clipfrac_avg', 2)}  {spent} ({' '.join(phases)}, "
             f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
     elif "lr" in row or any(name.startswith("loss/") for name in row):
         names = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
         named = _named(row, sorted(names, key=lambda name: name != "loss/total"))
         lines.append(f"step {row['step']}/{total}  {named}  {spent} "
                      f"({shown('tokens_per_second/optimize', 0)} tokens/s)")
-    evaluated = [name for name in row if name.startswith("eval/")]
+    evaluated = list(filter(_OF_EVALUATION.match, row))
     if "eval/reward_mean" in row:
         metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {shown(name, 3)}"
                           for name in evaluated if name.startswith("eval/metrics/"))
@@ -208,17 +233,18 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
 def _named(row: dict[str, Any], names: Iterable[str]) -> str:
     """The first six figures of those names: ``loss 0.693  accuracy 0.812±0.020 of 64``."""
     return "  ".join(f"{'loss' if name == 'loss/total' else name.rpartition('/')[2]} "
-                     f"{_count_or(row[name])}{_error(row, name)}"
-                     for name in _without_errors(names)[:6])
+                     f"{_count_or(row[name])}{error_of(row, name)}"
+                     for name in without_errors(names)[:6])
 
 
-def _without_errors(names: Iterable[str]) -> list[str]:
+def without_errors(names: Iterable[str]) -> list[str]:
     """Names without those of standard errors and pair counts, which are shown next to their
     figures."""
     return [name for name in names if not name.endswith(("_stderr", "_pairs"))]
 
 
-def _error(row: dict[str, Any], name: str) -> str:
+def error_of(row: dict[str, Any], name: str) -> str:
+    """The standard error and the number of pairs of a figure, where a row has them."""
     error, pairs = row.get(f"{name}_stderr"), row.get(f"{name}_pairs")
     return ("" if error is None else f"±{figure(error, 3)}") + (
         "" if pairs is None else f" of {figure(pairs, 0)}")
@@ -227,37 +253,3 @@ def _error(row: dict[str, Any], name: str) -> str:
 def _count_or(value: Any) -> str:
     """A count without decimals, any other figure with three."""
     return figure(value, 0 if isinstance(value, float) and value.is_integer() and value > 1 else 3)
-
-
-def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
-                  samples: list[tuple[dict[str, Any] | None, dict[str, Any]]]) -> Table:
-    """Figures and a few samples before and after training.
-
-    Args:
-        before, after: figures of the first and last evaluation.
-        samples: (before, after) rows of the same prompts.
-    """
-    table = Table(title="before and after", show_lines=True, title_justify="left")
-    sides = [after] if before is None else [before, after]
-    for name in ("", *("before", "after")[-len(sides):]):
-        table.add_column(name, overflow="fold")
-    scored = "reward_mean" in after
-    for name in _without_errors(after):
-        if not scored or name in _MAIN or name.startswith("metrics/"):
-            table.add_row(clean(name.removeprefix("metrics/")), *(
-                figure(side.get(name), 3) + _error(side, name) for side in sides))
-    # without rows of another task
-    samples = [pair for pair in samples if {"prompt", "response", "score"} <= pair[1].keys()]
-    for pair in samples:
-        table.add_row(Text(clean(pair[1]["prompt"])),
-                      *(_sample(row, scored) for row in pair[-len(sides):]))
-    return table
-
-
-def _sample(row: dict[str, Any] | None, scored: bool) -> Text:
-    """A response behind its score, where there are scores."""
-    if row is None or not scored:
-        return Text("" if row is None else clean(row["response"]))
-    score = "none" if row["score"] is None else figure(row["score"], 2)
-    return Text.assemble(f"[{score}] ", live_view.said_by(
-        transcript_turns(row) or str(row["response"])))
