@@ -39,14 +39,15 @@ KINDS = {
     "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
     "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3 {PLAIN}"),
     "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4 "
-             "ppo.positive_nll_coef=0.6"),
+             "ppo.kl_in=loss ppo.positive_nll_coef=0.6"),
     "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp "
                      "ppo.whiten_advantages=true"),
     "t5": ("encoder-decoder (T5), share of vowels",
            "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=3072 "
            "ppo.num_rollouts=64 ppo.mini_batch_size=32 ppo.optimizer.lr=3e-3 "
-           "ppo.init_kl_coef=0.001 generation.max_new_tokens=12 eval.every_steps=null "
+           "ppo.init_kl_coef=0.001 ppo.kl_in=reward ppo.step_kl=null ppo.lam=0.95 "
+           "generation.max_new_tokens=12 eval.every_steps=null "
            "checkpoint.every_steps=null"),
 }
 TRAINED = {"top2": TOP2, "lora": f"{LORA} {NORM}", "lora_alone": ALONE}

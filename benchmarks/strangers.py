@@ -62,14 +62,9 @@ def trained(world: Path, seed: int, rate: str, episodes: int, words: list[str], 
     name = f"{rate}-{seed}"
     if unfinished(runs / name):
         runs.mkdir(parents=True, exist_ok=True)
-        run([PPOCLI, "train", f"model.path={world / 'lm'}", "reward.fn=classifier",
-             f"reward.kwargs.model={world / 'judge'}", "reward.kwargs.label=GOOD",
-             f"prompts.path={world / 'prompts.json'}",
-             f"prompts.eval.path={world / 'held-back.json'}",
-             f"prompts.eval.repeat={worlds.REPEATS[world.name]}",
+        run([PPOCLI, "train", *worlds.words_of(world.name, world),
              f"ppo.total_episodes={episodes}", f"seed={seed}", f"run_name={name}",
-             f"output_dir={runs}", "generation.max_new_tokens=24", "hardware.num_threads=1",
-             "checkpoint.keep_last=1",
+             f"output_dir={runs}", "hardware.num_threads=1", "checkpoint.keep_last=1",
              *([] if rate == DEFAULT_RATE else [f"ppo.optimizer.lr={rate}"]), *words],
             runs / "log", environment(1))
     return runs / name

@@ -2,13 +2,15 @@
 
     python benchmarks/worlds.py --folder runs/worlds sentences restaurants
 
-Everything is made by transformers alone, from a seed and from text that packages of PyPI or Debian
-ship; a world that is in the folder already is left as it is. Each has ``lm``, ``judge`` (the
-classifier that gives the reward), ``truth.pt`` (a better one, which no training sees) where the
-text has it, ``prompts.json`` and ``held-back.json``.
+Everything is made by transformers alone (``sums`` then by ``ppocli sft``), from a seed and from
+text that packages of PyPI ship; a world that is in the folder already is left as it is. Each has
+``lm``, ``prompts.json`` and ``held-back.json``; where a classifier gives the reward also ``judge``
+and, where the text has it, ``truth.pt`` (a better one, which no training sees).
 """
 
 import argparse
+import ast
+import importlib.util
 import json
 import math
 import random
@@ -19,10 +21,12 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -32,6 +36,8 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
+
+from ppocli import Step
 
 SEED = 17
 Rows = list[tuple[str, int]]
@@ -167,6 +173,10 @@ class Truth(torch.nn.Module):
         return (good == torch.tensor([bool(label) for _, label in rows])).float().mean().item()
 
 
+def prompts_of(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"prompt": text} for text in texts]
+
+
 def beginnings(rows: Rows, words: int, tokens: PreTrainedTokenizerFast, limit: int) -> list[str]:
     """The first words of texts that have more, each once."""
     found = dict.fromkeys(" ".join(text.split()[:words]) for text, _ in rows
@@ -174,25 +184,30 @@ def beginnings(rows: Rows, words: int, tokens: PreTrainedTokenizerFast, limit: i
     return [text for text in found if len(tokens(text)["input_ids"]) <= 12][:limit]
 
 
-def write(folder: Path, lm: GPT2LMHeadModel, judge: BertForSequenceClassification,
-          tokenizer: PreTrainedTokenizerFast, prompts: list[str], held_back: list[str],
-          facts: dict[str, float]) -> None:
+def write(folder: Path, lm: GPT2LMHeadModel, judge: BertForSequenceClassification | None,
+          tokenizer: PreTrainedTokenizerFast, prompts: list[dict[str, str]],
+          held_back: list[dict[str, str]], facts: dict[str, float]) -> None:
     for name, model in (("lm", lm), ("judge", judge)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        if model is not None:
+            model.save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
     for name, part in (("prompts", prompts), ("held-back", held_back)):
-        (folder / f"{name}.json").write_text(json.dumps([{"prompt": text} for text in part]))
+        (folder / f"{name}.json").write_text(json.dumps(part))
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def world_of(folder: Path, rows: Rows, truth_rows: Rows, lexicon: dict[str, float], *,
-             vocabulary: int, width: int, layers: int, passes: int, judge_rows: int) -> None:
-    """A world of real texts of two kinds; a tenth is held back to measure the classifiers on."""
+             vocabulary: int, width: int, layers: int, passes: int, judge_rows: int,
+             wrong: float = 0.0) -> None:
+    """A world of real texts of two kinds; a tenth is held back to measure the classifiers on. The
+    judge learns a share ``wrong`` of its rows with the other label."""
     rows = random.Random(SEED).sample(rows, len(rows))
     held, rows = rows[:len(rows) // 10], rows[len(rows) // 10:]
     tokenizer = tokenizer_of([text for text, _ in rows], vocabulary)
     judge = bert(vocabulary, 64, 1)
-    fit(judge, tokenizer, rows[:judge_rows], passes=4, lr=1e-3)
+    noise = random.Random(SEED)
+    fit(judge, tokenizer, [(text, label ^ (noise.random() < wrong))
+                           for text, label in rows[:judge_rows]], passes=4, lr=1e-3)
     facts = {"judge is right": right(judge, tokenizer, held)}
     truth = Truth(lexicon)
     truth.fit(rows + truth_rows)
@@ -205,7 +220,7 @@ def world_of(folder: Path, rows: Rows, truth_rows: Rows, lexicon: dict[str, floa
     prompts = beginnings(rows, 3, tokenizer, 4096)
     seen = set(prompts)
     held_back = [text for text in beginnings(held, 3, tokenizer, 1024) if text not in seen][:256]
-    write(folder, lm, judge, tokenizer, prompts, held_back, facts)
+    write(folder, lm, judge, tokenizer, prompts_of(prompts), prompts_of(held_back), facts)
 
 
 def load_truth(folder: Path) -> Truth | None:
@@ -280,14 +295,139 @@ def restaurants(folder: Path) -> None:
     facts = {"loss": fit(lm, tokenizer, rows, passes=4, lr=2e-3)}
     fit(judge, tokenizer, rows, passes=4, lr=2e-3)
     facts["judge is right"] = right(judge, tokenizer, rows)
-    prompts, held_back = ([f"{subject} {verb}" for subject in part for verb in VERBS]
+    prompts, held_back = (prompts_of([f"{subject} {verb}" for subject in part for verb in VERBS])
                           for part in (SUBJECTS[:-6], SUBJECTS[-6:]))
     write(folder, lm, judge, tokenizer, prompts, held_back, facts)
 
 
-REPEATS = {"sentences": 4, "restaurants": 20}
-"""by world, samples of each prompt in an evaluation"""
-WORLDS = {"sentences": sentences, "restaurants": restaurants}
+MATHEMATICS, LEARNING = ("sympy", "networkx"), ("torch", "transformers")
+"""packages that ppocli's dependencies bring along"""
+
+
+def described(package: str) -> list[str]:
+    """The sentences of 5 to 20 words in a package's docstrings, each once."""
+    found: dict[str, None] = {}
+    for path in sorted(Path(importlib.util.find_spec(package).origin).parent.rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:  # of a later Python
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                for part in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                    found |= dict.fromkeys(re.split(r"(?<=[.!?])\s+", " ".join(part.split())))
+    return [text for text in found if 5 <= len(text.split()) <= 20
+            and re.fullmatch(r"[A-Z][A-Za-z ,.'()`_/0-9-]*\.", text)]
+
+
+def docstrings(folder: Path) -> None:
+    """Sentences from the docstrings of four packages that are installed: those about mathematics
+    are rewarded, those about deep learning are not. A fifth of the labels that the judge learns is
+    wrong."""
+    rng = random.Random(SEED)
+    rows = [(text, label) for label, packages in enumerate((LEARNING, MATHEMATICS))
+            for package in packages for text in rng.sample(described(package), 4000)]
+    world_of(folder, rows, [], {}, vocabulary=1024, width=96, layers=3, passes=3, judge_rows=3000,
+             wrong=0.2)
+
+
+class Nim:
+    """Take 1 to 3 sticks of a heap in turn; who takes the last one wins, and earns 1. The opponent
+    leaves a multiple of 4 every second time that there is one to leave, else it takes at random. A
+    turn that is no move loses."""
+
+    def reset(self, *, rng: np.random.Generator) -> str:
+        """Draw the heap."""
+        self.heap = int(rng.integers(9, 21, endpoint=True))
+        return f" of {self.heap}.\n"
+
+    def step(self, response: str, *, rng: np.random.Generator) -> Step:
+        """Take sticks, and let the opponent take some."""
+        text = response.strip()
+        if text not in ("1", "2", "3") or int(text) > self.heap:
+            return Step(" lost\n", done=True)
+        self.heap -= int(text)
+        if self.heap == 0:
+            return Step(" won\n", reward=1.0, done=True)
+        best, most = self.heap % 4, min(3, self.heap)
+        taken = best if best and rng.random() < 0.5 else int(rng.integers(1, most, endpoint=True))
+        self.heap -= taken
+        return Step(f" {self.heap}\n" if self.heap else " lost\n", done=self.heap == 0)
+
+
+def nim(folder: Path) -> None:
+    """Nim against an opponent that errs. The model was fitted to 6,000 games at random in which
+    one move in twenty is none."""
+    rng = np.random.default_rng(SEED)
+
+    def played() -> str:
+        game, move = Nim(), ""
+        text = "Nim" + game.reset(rng=rng)
+        while True:
+            legal = [str(n) for n in (1, 2, 3) if n <= game.heap]
+            move = str(rng.choice(legal if rng.random() < 0.95 else ["0", "4", "5"]))
+            after = game.step(move, rng=rng)
+            text += f"{move}<eos>{after.observation}"
+            if after.done:
+                return text
+
+    rows = [(played(), 0) for _ in range(6000)]
+    tokenizer = tokenizer_of([text.replace("<eos>", "") for text, _ in rows], 320)
+    lm = gpt2(320, 64, 2)
+    facts = {"parameters": sum(p.numel() for p in lm.parameters()),
+             "loss": fit(lm, tokenizer, rows, passes=4, lr=2e-3)}
+    write(folder, lm, None, tokenizer, [{"prompt": "Nim"}], [{"prompt": "Nim"}], facts)
+
+
+def sums(folder: Path) -> None:
+    """Sums of a number of two digits and one of one, learnt by ``ppocli sft`` from examples of
+    which three in ten are wrong; 100 of the 900 sums are held back."""
+    rng = random.Random(SEED)
+    asked = rng.sample([(a, b) for a in range(10, 100) for b in range(10)], 900)
+    questions = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in asked]
+    examples = [{"prompt": one["prompt"], "completion": one["answer"] if rng.random() < 0.7
+                 else str(rng.randint(10, 108))} for _ in range(5) for one in questions[100:]]
+    tokenizer = tokenizer_of([], 258)
+    lm = gpt2(258, 96, 3)
+    write(folder, lm, None, tokenizer, questions[100:], questions[:100],
+          {"parameters": sum(p.numel() for p in lm.parameters())})
+    (folder / "examples.json").write_text(json.dumps(examples))
+    subprocess.run([str(Path(sys.executable).with_name("ppocli")), "sft",
+                    f"model.path={folder / 'lm'}", f"data.path={folder / 'examples.json'}",
+                    "sft.epochs=12", "sft.optimizer.lr=1e-3", "sft.scheduler.name=linear",
+                    "hardware.num_threads=1", f"output_dir={folder}", "run_name=sft"], check=True,
+                   stdout=subprocess.DEVNULL)
+    shutil.rmtree(folder / "lm")
+    (folder / "sft/model").rename(folder / "lm")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How a world is made and trained on."""
+
+    make: Callable[[Path], None]
+    repeat: int
+    """samples of each prompt in an evaluation"""
+    words: tuple[str, ...] = ("reward.fn=classifier", "reward.kwargs.model={folder}/judge",
+                              "reward.kwargs.label=GOOD", "generation.max_new_tokens=24")
+    """what is typed beside model and prompts"""
+
+
+WORLDS = {
+    "sentences": World(sentences, 4), "restaurants": World(restaurants, 20),
+    "docstrings": World(docstrings, 4),
+    "nim": World(nim, 768, (f"env.fn={Path(__file__).resolve()}:Nim", "env.max_turns=8",
+                            "env.max_tokens=48", "generation.max_new_tokens=3")),
+    "sums": World(sums, 8, ("reward.fn=answer", "generation.max_new_tokens=6")),
+}
+
+
+def words_of(name: str, folder: Path) -> list[str]:
+    """What is typed to train on a world in ``folder``."""
+    return [f"model.path={folder / 'lm'}", f"prompts.path={folder / 'prompts.json'}",
+            f"prompts.eval.path={folder / 'held-back.json'}",
+            f"prompts.eval.repeat={WORLDS[name].repeat}",
+            *(word.format(folder=folder) for word in WORLDS[name].words)]
 
 
 def made(name: str, folder: Path) -> Path:
@@ -295,7 +435,7 @@ def made(name: str, folder: Path) -> Path:
     if not (folder / name / "facts.json").is_file():
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir(parents=True)
-        WORLDS[name](folder / name)
+        WORLDS[name].make(folder / name)
     return folder / name
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 
 from ppocli import Step
 from ppocli.environments.env_calls import Called, Calls
@@ -152,17 +151,6 @@ class Needy:
 class Mute:
     def reset(self, prompt):
         return None
-
-
-class Deaf(Mute):
-    def step(self):
-        return None, 0.0, True
-
-
-class Pure(Deaf, ABC):
-    @abstractmethod
-    def judge(self):
-        pass
 
 
 class Lookup:

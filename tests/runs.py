@@ -23,7 +23,7 @@ from helpers import (
     write_jsonl,
     write_prompts,
 )
-from warm import Process, Server, begin
+from warm import Process, begin
 
 REWARDS = '''\
 import random
@@ -140,16 +140,15 @@ def app_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
     return command
 
 
-def spawn(*given: str, cwd: Path, server: Server | None = None, **env: str) -> Process:
+def spawn(*given: str, cwd: Path, **env: str) -> Process:
     """The command in a process group of its own, its output on pipes."""
-    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env), server=server)
+    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env))
 
 
-def run(*given: str, cwd: Path, code: int | None = None, server: Server | None = None, **env: str
-        ) -> Ended:
+def run(*given: str, cwd: Path, code: int | None = None, **env: str) -> Ended:
     """The command in a process, which has to end with this code; nothing of it may be left
     running."""
-    process = spawn(*given, cwd=cwd, server=server, **env)
+    process = spawn(*given, cwd=cwd, **env)
     try:
         out, err = process.communicate(timeout=240)
     finally:

@@ -63,6 +63,10 @@ def set_keys(cfg: Any, values: dict[str, Any]) -> Any:
     return cfg
 
 
+FIXED = {"ppo.step_kl": None, "ppo.init_kl_coef": 0.05, "ppo.lam": 0.95}
+"""a rate and a coefficient that stay what a test sets"""
+
+
 def small_config(folder: Path, **keys: Any) -> TrainConfig:
     """A configuration on a tiny model and prompts below ``folder``; dots in names as ``__``."""
     lm = folder / "lm"
@@ -74,8 +78,10 @@ def small_config(folder: Path, **keys: Any) -> TrainConfig:
     values = {"model.path": str(lm), "prompts.path": str(prompts), "ppo.num_steps": 2,
               "ppo.num_rollouts": 16, "ppo.mini_batch_size": 8, "generation.max_new_tokens": 10,
               "hardware.device": "cpu", "ppo.optimizer.lr": 1e-3,
-              "ppo.scheduler.name": "constant"}
+              "ppo.scheduler.name": "constant", **FIXED}
     values.update({key.replace("__", "."): value for key, value in keys.items()})
+    if values.get("ppo.advantage", "gae") == "gae":
+        values.setdefault("ppo.kl_in", "reward")
     return set_keys(TrainConfig(), values)
 
 

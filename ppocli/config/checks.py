@@ -228,7 +228,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 def _algorithm(config: schema.TrainConfig) -> Rules:
     ppo = config.ppo
-    yield (config.model.reference.kind == "none" and ppo.init_kl_coef > 0,
+    yield (config.model.reference.kind == "none" and tasks.kl_coef(ppo) > 0,
            "model.reference.kind, ppo.init_kl_coef", "a KL penalty needs a reference: set "
            "ppo.init_kl_coef=0 or model.reference.kind=copy")
     yield (tasks.full_kl_in_loss(ppo) and tasks.reference_sharded(config),

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import keys
-from ppocli.config.keys import without_gone_keys
+from ppocli.config.keys import with_former_defaults, without_gone_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
@@ -168,7 +168,7 @@ def parsed(text: str) -> TrainConfig | None:
         return None
     settings = OmegaConf.to_container(loaded, resolve=False)
     each_text(settings, _refuse_interpolation)
-    current = without_gone_keys(typing.cast(dict[str, Any], settings))
+    current = with_former_defaults(without_gone_keys(typing.cast(dict[str, Any], settings)))
     config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), current)))
     if "reward" in loaded and OmegaConf.select(loaded, "reward.style") is None:
         # made before there were others

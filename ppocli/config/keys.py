@@ -281,6 +281,17 @@ def gone_key(key: str) -> str | None:
     return next((name for name in GONE if f"{key}.".startswith(f"{name}.")), None)
 
 
+def with_former_defaults(loaded: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, where they were written before ``ppo.step_kl`` was a key, with what its
+    absence and ``ppo.kl_in=null`` meant then."""
+    ppo = loaded.get("ppo")
+    if not isinstance(ppo, dict) or "step_kl" in ppo:
+        return loaded
+    kl_in = ppo.get("kl_in") or ("loss" if ppo.get("advantage") == "grpo" else "reward")
+    former = {"step_kl": None, "kl_in": kl_in, "lam": 0.95, "init_kl_coef": 0.05}
+    return {**loaded, "ppo": {**former, **ppo, "kl_in": kl_in}}
+
+
 def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:
     """A run's settings without the keys that are gone; these are logged."""
     settings = dict(loaded)

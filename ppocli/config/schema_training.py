@@ -234,7 +234,7 @@ class PPOConfig:
     """supervised examples mixed into the loss"""
     gamma: float = key(1.0, ge=0, le=1)
     """discount of token rewards (gae, reinforce_pp)"""
-    lam: float = key(0.95, ge=0, le=1)
+    lam: float = key(1.0, ge=0, le=1)
     """GAE lambda"""
     gae_unit: str = key("token", choices=("token", "turn"))
     """what GAE steps over where an environment answers (env.fn): tokens, or whole turns, whose
@@ -262,11 +262,12 @@ class PPOConfig:
         "seq-mean-token-sum-norm"))
     """what the loss sums are divided by: all response tokens of the update, or per sequence
     first"""
-    init_kl_coef: float = key(0.05, ge=0)
-    """coefficient of the KL to the reference"""
+    init_kl_coef: Optional[float] = key(None, ge=0)
+    """coefficient of the KL to the reference (default: 0.2 as a term of the loss beside whitened
+    advantages, else 0.05)"""
     kl_in: Optional[str] = key(None, choices=("reward", "loss"))
-    """charge the KL in the reward, or as a term of the loss (default: loss with grpo, else
-    reward)"""
+    """charge the KL in the reward, or as a term of the loss (default: loss with grpo, and with gae
+    unless kl_estimator is k1, abs or full; else reward)"""
     kl_estimator: Optional[str] = key(None, choices=("k1", "abs", "k2", "k3", "k3+", "full"))
     """per-token KL estimate, or the 'full' KL over the vocabulary (default: k1 in the reward; in
     the loss k3+, without a critic k3)"""
@@ -278,7 +279,7 @@ class PPOConfig:
     """samples over which the adaptive controller reacts"""
     target_kl: Optional[float] = key(None, gt=0)
     """stop the epochs of a step when the policy moved more than 1.5 times this (nats per token)"""
-    step_kl: Optional[float] = key(None, gt=0)
+    step_kl: Optional[float] = key(0.5, gt=0)
     """steer the learning rate so that the updates of a step move the policy by this KL (nats per
     response), times the square of the schedule's factor; needs two updates a step (null: the rate
     is ppo.optimizer.lr)"""

@@ -135,8 +135,19 @@ def steers_rate(ppo: schema.PPOConfig) -> bool:
 
 
 def kl_in(ppo: schema.PPOConfig) -> str:
-    """``reward`` or ``loss``."""
-    return ppo.kl_in or ESTIMATORS[ppo.advantage].kl_in
+    """``reward`` or ``loss``. With a critic, estimates whose gradient is no KL's (k1, abs), or that
+    need the whole reference in the loss (full), go into the reward."""
+    estimator = ESTIMATORS[ppo.advantage]
+    in_reward = estimator.needs_critic and ppo.kl_estimator in ("k1", "abs", "full")
+    return ppo.kl_in or ("reward" if in_reward else estimator.kl_in)
+
+
+def kl_coef(ppo: schema.PPOConfig) -> float:
+    """The KL coefficient at the start. As a term of the loss it stands beside advantages, which
+    have a deviation of 1 where they are whitened; otherwise it is nats against units of reward."""
+    if ppo.init_kl_coef is not None:
+        return ppo.init_kl_coef
+    return 0.2 if kl_in(ppo) == "loss" and whitens_advantages(ppo) else 0.05
 
 
 def kl_estimator(ppo: schema.PPOConfig) -> str:

@@ -218,7 +218,7 @@ class Estimator:
 
 
 ESTIMATORS = {
-    "gae": Estimator(gae, needs_critic=True, needs_groups=False, whitened=True, kl_in="reward"),
+    "gae": Estimator(gae, needs_critic=True, needs_groups=False, whitened=True, kl_in="loss"),
     "grpo": Estimator(grpo, needs_critic=False, needs_groups=True, whitened=False, kl_in="loss"),
     "rloo": Estimator(rloo, needs_critic=False, needs_groups=True, whitened=False, kl_in="reward"),
     "reinforce_pp": Estimator(reinforce_pp, needs_critic=False, needs_groups=False, whitened=True,

@@ -146,7 +146,8 @@ def learn(run: Run, batch: Any) -> None:
     run.intact = False
     run.enter("optimize", f"step {step}, optimize")
     try:
-        result = optimize(task, plan, state, run.stop, board and partial(board.enter, "optimize"))
+        result = optimize(task, plan, state, run.stop,
+                          None if board is None else partial(board.enter, "optimize"))
         if not task.trained.is_finite():
             raise diverged(task, f"The policy's weights became non-finite in step {step}.")
     except DivergedError as error:

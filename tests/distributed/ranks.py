@@ -11,34 +11,11 @@ from sessions import small_config
 from warm import begin
 
 REWARD = '''\
-import os
-
-
-def broken_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        raise ValueError("no reward today")
-    return [float(len(text)) for text in outputs]
-
-
 def unlike(outputs, **columns):
     """Draws random numbers: each rank has its own, and they go on exactly."""
     import random
 
     return [len(text) + random.random() for text in outputs]
-
-
-def a_bug(outputs, **columns):
-    import torch
-
-    if os.environ.get("RANK") == "1":
-        torch.distributed.all_gather_object = None
-    return [1.0 for _ in outputs]
-
-
-def dies_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        os.kill(os.getpid(), 9)
-    return [1.0 for _ in outputs]
 '''
 LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 SCRIPT = Path(__file__).with_name("one_update.py")

@@ -17,6 +17,7 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(command, reference, tmp_path):
     """In a run that was moved; every file in every way: tests/unit/test_checkpoints_damage.py."""
     folder = tmp_path / "with space ü"

@@ -163,14 +163,6 @@ def test_settings_are_signed_before_they_take_their_place(finished, monkeypatch)
     assert trust.is_own_run(finished)
 
 
-def test_what_a_run_settles_for_itself_is_signed_too(finished):
-    settled = replace(config_yaml.read_config(finished / "config.yaml"), seed=5)
-    record.settle(finished, settled)
-    assert config_yaml.read_config(finished / "config.yaml") == settled
-    assert trust.is_own_run(finished)
-    assert not (finished / config_yaml.NEXT_CONFIG_FILE).exists()
-
-
 def test_a_key_is_made_once_and_for_its_owner_alone(here, monkeypatch):
     monkeypatch.delenv("PPOCLI_KEY_FILE")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "xdg"))
@@ -346,16 +338,3 @@ def test_locks_and_rows_are_opened_without_following(here):
         with pytest.raises(DiskError, match="Won't follow a link"):
             use()
     assert (here / "mine").read_text() == "kept"
-
-
-@pytest.mark.slow
-def test_a_run_that_is_itself_behind_a_link_goes_on(finished, app, here):
-    disk = here / "disk"
-    (here / "runs").rename(disk)
-    (here / "runs").symlink_to(disk)
-    (here / "linked").symlink_to(disk / "mine")
-    assert (disk / "mine/checkpoints/latest").is_symlink()
-    (disk / "mine/checkpoints/.tmp-0123abcd").symlink_to("step-000001")  # of a kill
-    for run in ("runs/mine", "linked"):
-        run_folder.refuse_links(here / run)
-    app("resume", "linked", "ppo.num_steps=5", code=0)

@@ -159,6 +159,7 @@ def test_harmless_changes_are_listed_hold_from_here_on_and_become_the_runs_own(c
     assert not (stopped / "config.next.yaml").exists()
 
 
+@pytest.mark.slow
 def test_steps_of_another_size_end_where_they_were_planned_to(command, stopped, monkeypatch):
     """All samples that were planned are made, in steps of the new size."""
     change = ["ppo.num_rollouts=18", "ppo.num_steps=null", "ppo.total_episodes=48"]

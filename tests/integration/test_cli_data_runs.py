@@ -13,9 +13,7 @@ from reported import Page
 import ppocli
 from ppocli.config.config_yaml import read_config
 from ppocli.distributed import onednn
-from ppocli.errors import ConfigError, PpocliError
-from ppocli.runs import sweeps
-from ppocli.runs.record import read_run
+from ppocli.errors import PpocliError
 
 pytestmark = pytest.mark.usefixtures("beside_data_runs")
 
@@ -41,14 +39,6 @@ def test_lists_plots_and_comparisons_show_what_was_trained(app, run, name, best)
     seen = app("watch", f"runs/{run}")
     assert re.search(rf"^step 2/2  loss {rows[-1]['loss/total']:.3f}  ", seen.out, re.MULTILINE)
     assert re.search(rf"{name} [\d.]+ -> {rows[-1][f'eval/{name}']:.3f}; model", seen.said)
-
-
-def test_unlike_runs_are_compared(app):
-    found = json.loads(app("compare", "runs/sft", "runs/rm", "--json").out)
-    sft, rm = (run["end"]["figures"] for run in found["runs"])
-    assert sft["eval/perplexity"] == row("sft")["eval/perplexity"]
-    assert rm["eval/perplexity"] is None
-    assert rm["eval/accuracy"] == row("rm")["eval/accuracy"]
 
 
 @pytest.mark.parametrize(("run", "title", "said"), [
@@ -98,8 +88,6 @@ def test_an_evaluation_is_that_of_the_training(app, data_runs, monkeypatch):
         found = json.loads(app("eval", f"runs/{run}", "--json", code=0).out)["figures"]
         assert {name: found[name] for name in names} == {
             name: row(run)[f"eval/{name}"] for name in names}
-    app("report", "runs/sft", code=0)
-    assert "loss " in Page(Path("runs/sft/report.html")).text.split("Evaluations")[-1]
 
 
 def test_other_data_and_other_models(app):
@@ -109,19 +97,6 @@ def test_other_data_and_other_models(app):
     assert found["figures"]["loss"] < found["against"]["figures"]["loss"]
     bare = ppocli.evaluate("runs/sft/checkpoints/step-000002/policy", ["data.val=texts.jsonl"])
     assert bare.figures["loss"] == found["figures"]["loss"]
-    said = app("eval", "runs/rm", "--frontier", code=2).err
-    assert "--frontier is for the responses of a policy" in said
-    with pytest.raises(ConfigError, match="brings no prompts"):
-        ppocli.evaluate("runs/sft", reward_fn=len)
-    with pytest.raises(ConfigError, match="brings no reward"):
-        ppocli.evaluate("runs/sft", prompts=["the film was"])  # no rows of its data
-
-
-def test_responses_of_a_supervised_run_are_judged():
-    found = ppocli.evaluate("runs/sft", ["reward.kwargs.model=runs/rm/model"], against="base",
-                            reward="reward_model", prompts=["the film was", "the plot was"])
-    assert found.figures["reward_mean"] is not None
-    assert found.win_rate["compared"] == 2
 
 
 def test_data_from_python(shared_world):
@@ -140,12 +115,3 @@ def test_data_from_python(shared_world):
     on = ppocli.sft([f"resume={run.run_dir}", "sft.num_updates=2"],
                     data=[{"prompt": "we", "completion": end} for end in (" saw it .", " left .")])
     assert on.summary["steps"] == 2
-
-
-def test_jobs_are_ranked_by_what_they_minimise(data_runs):
-    figures, rank = sweeps.figures_of(read_run(data_runs / "runs/sft"))
-    assert list(figures) == ["loss", "perplexity"]
-    assert rank == figures["loss"] > 0
-    figures, rank = sweeps.figures_of(read_run(data_runs / "runs/rm"))
-    assert list(figures) == ["accuracy", "loss"]
-    assert rank == -figures["accuracy"]

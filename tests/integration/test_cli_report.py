@@ -143,17 +143,6 @@ def test_samples_of_one_prompt_stand_together_but_only_two_are_seen_at_first(wri
         sum(scores) / len(scores))
 
 
-def test_other_runs_lie_over_the_curves(run, report):
-    other = whole_copy(run, run.parent / "<b>other")
-    report(run, "--with", other, "--with", run, code=0)
-    assert "The curves also show <b>other (finished)." in Page(run / "report.html").text
-    curves = {curve["title"]: curve for curve in drawn_data(run / "report.html")["curves"]}
-    assert [(line["name"], line["run"]) for line in curves["Reward"]["lines"]] == [
-        ("rollouts, one", 0), ("evaluation, one", 0), ("rollouts, <b>other", 1),
-        ("evaluation, <b>other", 1)]
-    assert {line["run"] for line in curves["Time of a step"]["lines"]} == {-1}
-
-
 @pytest.fixture(scope="module")
 def hostile(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hostile run with its report."""
@@ -177,18 +166,8 @@ def test_hostile_texts_stay_texts_on_the_page(hostile):
     assert PLANTED not in raw
 
 
-def test_equal_warnings_are_counted_once_and_dated(run, data_of):
-    with (run / "ppocli.log").open("a") as log:
-        for step in (5, 6, 7):
-            log.write(f"2026-01-31 12:00:0{step},000 INFO step {step}/9  reward 0.1\n"
-                      f"2026-01-31 12:00:0{step},500 WARNING Mean ratio 1{step}.5 exceeds.\nmore\n")
-    assert data_of(run)["complaints"][-1] == {
-        "level": "warning", "text": "Mean ratio 15.5 exceeds.\nmore",
-        "time": "2026-01-31 12:00:05", "step": 5, "count": 3}
-
-
 @pytest.mark.parametrize(("status", "said"), [
-    ("stopped", "Stopped at step 4 of 4."), ("failed", "Failed at step 4 of 4."),
+    ("failed", "Failed at step 4 of 4."),
     ("interrupted", "Ended at step 4 of 4 without saying why")])
 def test_an_unfinished_run_gets_a_report_that_says_so(run, text_of, status, said):
     summary = read_json(run / "summary.json")
@@ -203,47 +182,6 @@ def test_an_unfinished_run_gets_a_report_that_says_so(run, text_of, status, said
     assert f"ppocli resume {run}" in found
     assert "None are kept." in found
     assert ("the <disk> was full" in found) == (status == "failed")
-
-
-def test_a_run_that_has_only_begun_gets_a_report(run, text_of):
-    for path in run.iterdir():
-        if path.name not in ("config.yaml", "run.json"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    found = text_of(run)
-    for part in ("No evaluation has ended yet", "No step has ended yet.",
-                 "No evaluation samples were written.", "None are kept."):
-        assert part in found, part
-
-
-def set_key(run: Path, key: str, value: str) -> None:
-    config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(re.sub(f"(?m)^(  {key}:) .*$", rf"\1 {value}", config))
-
-
-def test_a_run_of_python_objects_has_no_command(run, text_of):
-    set_key(run, "fn", "<python object>")
-    found = text_of(run)
-    assert "started from Python with Python objects" in found
-    assert "ppocli train" not in found
-
-
-@pytest.mark.slow
-def test_ten_thousand_steps_are_thinned(run, text_of, data_of):
-    row = jsonl(run / "metrics.jsonl")[-1]
-    with (run / "metrics.jsonl").open("w") as file:
-        for step in range(1, 10_001):
-            file.write(json.dumps({**row, "step": step, "reward/mean": step % 97,
-                                   "val/var_explained": -5.0 - (step in (1, 9_999)),
-                                   "lr": 0.5 if step in (1, 10_000) else step % 7}) + "\n")
-    text = text_of(run)
-    assert (run / "report.html").stat().st_size < 1_000_000
-    drawn = {curve["title"]: curve for curve in drawn_data(run / "report.html")["curves"]}
-    assert drawn["Explained variance of the returns"]["notes"] == "Values below -1 are drawn at -1."
-    assert drawn["Explained variance of the returns"]["floor"] == -1
-    lines = [line for curve in data_of(run)["curves"] for line in curve["lines"]]
-    assert max(len(line["points"]) for line in lines) == 1000
-    assert "Explained variance of the returns -6 -5 -6 -5 " in text
-    assert "Learning rate 0.500 0.500 0 6 " in text
 
 
 def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(written, run, text_of):
@@ -263,9 +201,7 @@ def test_only_files_that_are_reports_are_replaced(run, report):
     mine.write_text("my own notes\n")
     ended = report(run, code=2)
     assert ended.out == ""
-    assert ended.err == (f"Error: {mine} exists and was not written by ppocli report.\n"
-                   f"  where: {mine}\n  fix:   choose another file with --output, or replace it "
-                   "with --overwrite\n")
+    assert f"{mine} exists and was not written by ppocli report." in ended.err
     assert mine.read_text() == "my own notes\n"
     report(run, "--overwrite", code=0)
     report(run, code=0)  # its own file it replaces
@@ -275,14 +211,3 @@ def test_a_file_or_a_folder_can_be_named(run, report, here):
     assert report(run, "-o", "new/place/talk.html", code=0).out == "new/place/talk.html\n"
     assert not (run / "report.html").exists()
     assert report(run, "-o", here).out == f"{here}/report.html\n"
-
-
-@pytest.mark.parametrize(("options", "code", "what"), [
-    (["-o", "x.pdf"], 2, "x.pdf is no name of a page."),
-    (["--json", "-o", "x.html"], 2, "--json prints the report's data and writes no file."),
-    (["-o", f"{'n' * 300}.html"], 6, "Path too long")])
-def test_what_is_refused(run, report, options, code, what):
-    ended = report(run, *options, code=code)
-    assert ended.out == ""
-    assert ended.err.startswith(f"Error: {what}"), ended.err
-    assert "  fix:   " in ended.err

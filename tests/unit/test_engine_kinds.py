@@ -27,7 +27,7 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.config.tasks import kl_estimator, kl_in, whitens_advantages
+from ppocli.config.tasks import kl_coef, kl_estimator, kl_in, whitens_advantages
 from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.experience import update_moments
@@ -199,17 +199,20 @@ def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):
 
 def test_what_is_left_to_the_estimator(tmp_path):
     def resolved(advantage, **keys):
-        ppo = grouped(tmp_path, advantage, **keys).ppo
-        return whitens_advantages(ppo), kl_in(ppo), kl_estimator(ppo)
+        ppo = grouped(tmp_path, advantage, ppo__init_kl_coef=None, **{"ppo__kl_in": None} | keys
+                      ).ppo
+        return whitens_advantages(ppo), kl_in(ppo), kl_estimator(ppo), kl_coef(ppo)
 
-    assert resolved("gae") == (True, "reward", "k1")
-    assert resolved("grpo") == (False, "loss", "k3")
-    assert resolved("rloo") == (False, "reward", "k1")
-    assert resolved("reinforce_pp") == (True, "reward", "k1")
-    assert resolved("grpo", ppo__kl_in="reward") == (False, "reward", "k1")
-    assert resolved("gae", ppo__kl_in="loss", ppo__whiten_advantages=False) == (
-        False, "loss", "k3+")
-    assert resolved("gae", ppo__kl_in="loss", ppo__kl_estimator="k2") == (True, "loss", "k2")
+    assert resolved("gae") == (True, "loss", "k3+", 0.2)
+    assert resolved("grpo") == (False, "loss", "k3", 0.05)
+    assert resolved("rloo") == (False, "reward", "k1", 0.05)
+    assert resolved("reinforce_pp") == (True, "reward", "k1", 0.05)
+    assert resolved("grpo", ppo__kl_in="reward") == (False, "reward", "k1", 0.05)
+    assert resolved("gae", ppo__kl_in="reward") == (True, "reward", "k1", 0.05)
+    assert resolved("gae", ppo__whiten_advantages=False) == (False, "loss", "k3+", 0.05)
+    assert resolved("gae", ppo__kl_estimator="k2") == (True, "loss", "k2", 0.2)
+    for estimate in ("k1", "abs", "full"):  # what holds nothing in the loss, or costs most there
+        assert resolved("gae", ppo__kl_estimator=estimate) == (True, "reward", estimate, 0.05)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])

@@ -10,7 +10,7 @@ from ppocli.config.schema_training import PPOConfig
 from ppocli.config.tasks import steers_rate
 from ppocli.distributed.ranks import StopFlag
 from ppocli.ppo.experience import PPOState
-from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate
+from ppocli.ppo.ppo_task import PPOTask, first_rate, kl_of_updates, next_rate
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 
@@ -35,6 +35,12 @@ def test_the_kl_of_a_step_by_hand(kls, expected):
     (0.3, math.inf, 1.0, 0.3)])
 def test_the_next_rate_by_hand(rate, kl, target, expected):
     assert next_rate(rate, kl, target) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("lr", "factor"), [
+    (1e-3, 0.1), (1.41e-4, 0.1), (2.82e-5, 0.5), (1.41e-5, 1.0), (1e-7, 1.0), (0.0, 1.0)])
+def test_a_small_rate_is_begun_with_as_it_is(lr, factor):
+    assert first_rate(lr) == pytest.approx(factor)
 
 
 def steps_of(session, count: int):
@@ -72,6 +78,14 @@ def test_whatever_rate_is_typed_the_steps_become_equal(tmp_path, lr):
     with session_of(cfg) as session:
         kls = [row["policy/step_kl"] for _, _, row in steps_of(session, 9 if lr < 1e-3 else 6)]
     assert 3e-4 < math.fsum(kls[-3:]) / 3 < 3e-3, kls
+
+
+def test_a_reward_that_never_differs_leaves_the_rate_where_it_was(tmp_path):
+    """The KL of updates without a gradient is rounding: a rate that followed it would be huge by
+    the time that a reward comes."""
+    cfg = small_config(tmp_path, ppo__step_kl=0.5, ppo__num_steps=4, ppo__kl_in="loss")
+    with session_of(cfg, lambda outputs, **_: [0.0] * len(outputs)) as session:
+        assert {rate for rate, _, _ in steps_of(session, 4)} == {0.1}
 
 
 @pytest.mark.parametrize(("sizes", "steered"), [
