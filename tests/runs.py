@@ -215,14 +215,14 @@ def whole_copy(source: Path, target: Path) -> Path:
 
 def signed_again(run_dir: Path) -> Path:
     """A run whose configuration a test has changed, as if the run had been started with it."""
-    from ppocli.runs import atomic, signature
+    from ppocli.runs import atomic, trust
 
     told = atomic.read_json(run_dir / "run.json")
     if told is not None:
         if "config" in told:
             told["config"] = (run_dir / "config.yaml").read_text(encoding="utf-8")
         atomic.write_json_atomic(run_dir / "run.json",
-                                 signature.sign_run(told, run_dir / "config.yaml"))
+                                 trust.sign_run(told, run_dir / "config.yaml"))
     return run_dir
 
 

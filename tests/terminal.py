@@ -51,7 +51,6 @@ class Screen:
             elif token[0].isprintable():
                 self._put(token[0])
 
-
     @property
     def lines(self) -> list[str]:
         """The rows, from the first that was ever written."""
@@ -120,7 +119,6 @@ class Terminal:
         while not condition():
             assert time.monotonic() < deadline, self.raw[-3000:]
             assert self._read(), self.raw[-3000:]
-
 
     def type(self, keys: bytes) -> None:
         """Press keys."""

@@ -313,6 +313,7 @@ def keep_checkpoints(task: Task, run: run_folder.RunFolder, state: TrainState) -
     stands."""
     folder, cfg = run.checkpoints, task.cfg.checkpoint
     best = state.best.step if state.best and cfg.keep_best else None
-    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state)),
+    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state),
+                                       newest=state.step),
                       *retention.update_pointers(folder, latest=state.step, best=best)]:
         log.warning(complaint)

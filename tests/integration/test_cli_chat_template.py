@@ -131,5 +131,6 @@ def test_values_of_a_template_and_wrong_dates(dated, app):
              "ppo.num_steps=1")
     app(*words, "run_name=r", "model.chat_template_kwargs.day=26 Jul 2024", code=0)
     assert jsonl(dated / "runs/r/samples.jsonl")[0]["prompt"].startswith("day 26 Jul 2024 you")
-    assert "must be a local date, such as" in app(
-        *words, "model.chat_template_date=2026-01-05T10:00:00+01:00", code=2).err
+    for wrong in ("2026-13-01", "2026-01-05T10:00:00+01:00"):
+        assert "must be a local date, such as" in app(
+            *words, f"model.chat_template_date={wrong}", code=2).err

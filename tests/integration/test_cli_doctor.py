@@ -12,7 +12,7 @@ from hub_double import HubDouble
 from runs import PLANTED
 
 from ppocli.cli import about
-from ppocli.runs.environment import describe, without_credentials
+from ppocli.runs.environment import describe
 
 
 def install(folder: Path, name: str, version: str) -> None:
@@ -80,13 +80,12 @@ def test_env_is_a_block_to_paste(tmp_path):
     facts = dict(line[2:].split(": ", 1) for line in lines)
     assert {"ppocli", "python", "platform", "cpu.model", "memory_gib", "torch.version",
             "torch.gpus", "packages.transformers", "packages.deepspeed", "packages.hydra-core",
-            "packages.huggingface-hub", "packages.typer", "packages.rich", "extras"} <= set(facts)
+            "packages.huggingface-hub", "packages.typer", "packages.rich"} <= set(facts)
     assert {name: value for name, value in facts.items() if name.startswith("variables.HF_")} == {
-        "variables.HF_ENDPOINT": "https://mirror.example/", "variables.HF_HOME": "~/hf",
+        "variables.HF_ENDPOINT": "set", "variables.HF_HOME": "set",
         "variables.HF_HUB_CACHE": "set", "variables.HF_HUB_ETAG_TIMEOUT": "7",
         "variables.HF_HUB_OFFLINE": "1", "variables.HF_TOKEN": "set"}
     assert facts["variables.ACCELERATE_LOG_LEVEL"] == "set"
-    assert facts["variables.XDG_CACHE_HOME"] == os.environ["XDG_CACHE_HOME"]
     assert PLANTED not in done.stdout
     assert os.listdir(tmp_path) == []
 
@@ -104,8 +103,3 @@ def test_a_run_keeps_what_it_ran_on(reference):
     for private in (PLANTED, socket.gethostname(), str(Path.home()) + "/"):
         assert private not in text
     assert f'"{getpass.getuser()}"' not in text
-
-
-def test_addresses_lose_what_is_secret():
-    assert without_credentials("https://me:pw@host:8080/path?token=x#y") == "https://host:8080/path"
-    assert without_credentials("http://host:notaport") == "not a URL"

@@ -1,13 +1,12 @@
 """``ppocli eval`` on a finished run: its figures, its files, other prompts and models."""
 
 import json
-import re
 import shutil
 
 import pytest
 from helpers import jsonl, read_json, save_lm, write_prompts
 from judged import BEGUN, NAME, RUN, result
-from runs import PLANTED, rewrite, run
+from runs import PLANTED, run
 
 import ppocli
 from ppocli.cli import eval as command
@@ -76,16 +75,6 @@ def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
     assert "its base is not known" in evaluate(*both, "--against", "base", code=2).err
 
 
-@pytest.mark.slow
-def test_a_base_that_has_changed_since_the_training_is_told(place, shared_world, evaluate):
-    assert "have changed" not in evaluate(RUN, "--limit", "2", "--name", "same", code=0).err
-    base = save_lm(place / "base", seed=3)
-    rewrite(place / RUN, {f"  path: {shared_world / 'lm'}\n": f"  path: {base}\n"})
-    done = evaluate(RUN, "--limit", "2", code=0)
-    assert (f"the weights of {base} have changed since {place / RUN} was trained against them: "
-            "the KL is to what they are now") in " ".join(done.err.split())
-
-
 def test_another_tokenizer_has_no_kl_but_wins_or_loses(place, evaluate):
     other = save_lm(place / "other", seed=3)
     inner = read_json(other / "tokenizer.json")
@@ -138,16 +127,14 @@ def test_a_stopped_evaluation_keeps_its_samples_and_is_run_again(
     with lock(folder):
         done = evaluate(RUN, *BEGUN, "--overwrite", code=5)
     assert "is in use by process" in done.err
-    assert "choose another --name" in done.err
+    assert "choose another name" in done.err
     assert evaluate(RUN, *BEGUN, "--overwrite").code == 0
     assert (folder / "samples.jsonl").read_bytes() == whole
 
 
-def test_the_frontier_says_its_price_and_what_it_found(place, evaluate):
+def test_the_frontier_says_what_it_found(place, evaluate):
     given = [RUN, "--frontier", "--limit", "2", "--name", "x"]
     done = evaluate(*given, code=0)
-    assert re.search(r"--frontier costs 32 more responses \(16 of .*/lm \(base\) to each prompt\)",
-                     done.err)
     folder = place / RUN / "eval/x"
     found = result(folder)["frontier"]
     base = [row["score"] for row in jsonl(folder / "samples.jsonl") if row["model"] == "base"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm import begin
 
 LAST = f"step-{STEPS:06d}"
-FILES = {"README.md", "config.json", "curve.svg", "export.json", "generation_config.json",
+FILES = {"README.md", "config.json", "export.json", "generation_config.json",
          "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training_config.yaml"}
 WITHOUT_PPOCLI = '''\
 import sys
@@ -127,7 +127,7 @@ def test_a_bare_model_folder(here, export):
     (lm / "generation_config.json").unlink()
     assert "--output DIR" in export("./lm", code=2).err
     assert export("./lm", "--dtype", "fp16", "--output", "half", code=0).out == f"{here}/half\n"
-    assert names(here / "half") == FILES - {"curve.svg", "training_config.yaml"} | {
+    assert names(here / "half") == FILES - {"training_config.yaml"} | {
         "chat_template.jinja", "additional_chat_templates"}
     assert read_json(here / "half/config.json")["dtype"] == "float16"
     assert AutoTokenizer.from_pretrained(here / "half").chat_template == tokenizer.chat_template

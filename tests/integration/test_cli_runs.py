@@ -15,10 +15,8 @@ from helpers import environment, jsonl
 from runs import Command, copied, whole_copy
 
 from ppocli.errors import CheckpointError
-from ppocli.runs.checkpoints import refuse_pruned
 from ppocli.runs.listing import carry_out, plan_pruning
-from ppocli.runs.retention import note_removed
-from ppocli.runs.run_folder import RunFolder, lock
+from ppocli.runs.run_folder import lock
 from ppocli.runs.target import find_target
 
 
@@ -83,22 +81,20 @@ def test_the_list_of_runs(runs, listed):
 
 
 def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, prune):
-    (runs / "done/checkpoints/superseded/step-000009").mkdir(parents=True)
+    (runs / "done/checkpoints/step-000009/policy").mkdir(parents=True)
     (runs / "done/checkpoints/.discarded-step-000001-1234").mkdir()
     (runs / "done/nonfinite-dump/step-000001").mkdir(parents=True)
     before = snapshot(runs)
     told = prune("--dry-run")
     assert snapshot(runs) == before
-    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [["done", "finished"],
-                                                                        ["sweep-1/0", "finished"]]
+    assert [line.split()[0] for line in told.out.splitlines()[1:]] == ["done", "sweep-1/0"]
     assert told.err.endswith("could be given back; nothing was deleted.\n")
     prune()
     after = snapshot(runs)
-    finished = ("done", "sweep-1/0")
-    assert after.keys() - before.keys() == {f"{name}/checkpoints/pruned.json" for name in finished}
+    assert after.keys() <= before.keys()
     gone = {name.split("/checkpoints/")[0] for name in before.keys() - after.keys()}
-    assert gone == {*finished, "done/nonfinite-dump", "done/nonfinite-dump/step-000001"}
-    assert os.listdir(runs / "done/checkpoints") == ["pruned.json"]
+    assert gone == {"done", "sweep-1/0", "done/nonfinite-dump", "done/nonfinite-dump/step-000001"}
+    assert os.listdir(runs / "done/checkpoints") == []
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
     assert "There is nothing to delete in runs." in prune().err
 
@@ -106,7 +102,7 @@ def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, prune):
 def test_the_best_checkpoint_can_stay(runs, prune):
     best = os.readlink(runs / "done/checkpoints/best")
     prune("--keep-best")
-    assert sorted(os.listdir(runs / "done/checkpoints")) == ["best", "pruned.json", best]
+    assert sorted(os.listdir(runs / "done/checkpoints")) == ["best", best]
     assert find_target("done", say=print, best=True).step == int(best.removeprefix("step-"))
 
 
@@ -120,63 +116,33 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, prune, comm
     prune()
     target = find_target("done", say=print)
     assert (target.step, target.model) == (4, str(runs / "done/model"))
-    with pytest.raises(CheckpointError, match="deleted by ppocli runs prune") as refused:
+    with pytest.raises(CheckpointError) as refused:
         find_target("done", say=print, checkpoint=True)
-    assert refused.value.fix == "name its model, which is still there: runs/done/model"
+    assert refused.value.fix == "name its model: runs/done/model"
     before = but_log(runs / "done")
-    ended = command("resume=runs/done", "ppo.num_steps=9", code=5)
-    assert "The checkpoints of done were deleted by ppocli runs prune (20" in ended.err
-    assert (f"  fix:   start another run with its model: model.path={runs}/done/model "
-            "run_name=NAME\n") in ended.err
+    assert "No valid checkpoint" in command("resume=runs/done", "ppo.num_steps=9", code=5).err
     assert command("resume=runs/done").code == 0  # nothing left to do
     assert but_log(runs / "done") == before
 
 
-@pytest.mark.slow
-def test_a_run_does_not_go_back_to_the_best_checkpoint_that_pruning_left(runs, command, app):
-    checkpoints = runs / "done/checkpoints"
-    for step in (3, 4):  # as if the best were step 2
-        shutil.rmtree(checkpoints / f"step-00000{step}")
-    note_removed(checkpoints)
-    before = but_log(runs / "done")
-    for how in (command, partial(app, "validate")):
-        ended = how("resume=runs/done", "ppo.num_steps=9", code=5)
-        assert "prune (20" in ended.err
-        assert "the newest that is left is of step 2 of 4" in ended.err
-    assert but_log(runs / "done") == before
-    whole = RunFolder(runs / "done")
-    refuse_pruned(whole, 4)  # the best was the last
-    (runs / "done/summary.json").unlink()  # the run has gone on since
-    refuse_pruned(whole, 2)
-
-
-def test_runs_that_failed_before_a_checkpoint_go_whole(runs, prune):
-    told = prune("--failed").out
-    assert sorted(os.listdir(runs)) == ["cut", "done", "notes", "paper.txt", "sweep-1"]
-    assert len(os.listdir(runs / "done/checkpoints")) > 2
-    assert "failed  failed before a checkpoint  the whole folder" in told
-
-
 def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
-    plan = {removal.run.name: removal
-            for removal in plan_pruning(runs, checkpoints=True, failed=True)}
+    plan = {removal.run.name: removal for removal in plan_pruning(runs)}
     with lock(runs / "done"), pytest.raises(CheckpointError, match="is in use by process"):
         carry_out(plan["done"])
-    os.utime(runs / "failed/metrics.jsonl")
+    os.utime(runs / "done/metrics.jsonl")
     with pytest.raises(CheckpointError, match="has been written to meanwhile and is left alone"):
-        carry_out(plan["failed"])
+        carry_out(plan["done"])
     shutil.rmtree(runs / "sweep-1")
     carry_out(plan["0"])
     assert not (runs / "sweep-1").exists()
     assert (runs / "done/checkpoints/step-000004").exists()
-    assert (runs / "failed").exists()
 
 
 def test_a_run_on_another_machine_is_left_alone(runs, prune):
-    (runs / "failed/.lock").write_text(json.dumps({
+    (runs / "done/.lock").write_text(json.dumps({
         "pid": 1, "host": "elsewhere", "boot": "b", "started": 1}))
-    assert "it may be running on elsewhere (.lock says so)" in prune("--failed").err
-    assert (runs / "failed").exists()
+    assert "it may be running on elsewhere (.lock says so)" in prune().err
+    assert (runs / "done/checkpoints/step-000004").exists()
 
 
 def test_links_are_left_alone(runs, prune, here):

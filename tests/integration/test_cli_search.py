@@ -87,8 +87,6 @@ def test_values_follow_from_numbers_and_earlier_results_and_the_best_jobs_are_fo
         for other in points.values())}
     assert {each["job"] for each in found["best"]} == front
     assert found["best"][0]["job"] == min(points, key=points.__getitem__)
-    assert found["importance"]["kl_mean"]["epochs"] > 0.5
-    assert sum(found["importance"]["kl_mean"].values()) == pytest.approx(1, abs=0.01)
 
 
 def test_without_optuna(world, command, monkeypatch):

@@ -117,7 +117,7 @@ def test_validate_shows_the_data_and_the_plan(world, validate):
     assert any("longer than 8 tokens: cut at the end" in line for line in lines)
     assert any(line.startswith("data.val: 3 examples, ") for line in lines)
     found = json.loads(validate("task=sft", *KEYS, "--json", code=0).out)
-    assert found["runs"][0]["rows"] == 10
+    assert found["run"]["rows"] == 10
     assert found["data"][0] == "line 1 of data.jsonl:"
     (world / "bad.jsonl").write_text(rows(2) + '{"prompt": "the film"}\n')
     wrong = validate("task=sft", *KEYS, "data.path=bad.jsonl", code=3)

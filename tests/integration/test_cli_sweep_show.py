@@ -78,23 +78,15 @@ def test_the_state_of_each_job_is_that_of_its_run_folder(sweep, show, shown):
     assert shown("runs/sweep-1")["jobs"][0]["status"] == "planned"
 
 
-def test_order_and_means_of_every_value(sweep, shown, reference):
+def test_the_best_job_comes_first(sweep, shown, reference):
     for number in (1, 3):
         varied(whole_copy(reference, sweep / str(number)), number)
     for number, reward, kl in ((0, 0.1, 3.0), (1, 0.4, 1.0), (3, 0.2, 2.0)):
         (sweep / str(number) / "metrics.jsonl").write_text(json.dumps(
             {"step": 4, "episode": 48, "eval/kl_mean": kl, "eval/reward_mean": reward}) + "\n")
     (sweep / "2/metrics.jsonl").write_text("")
-    # resumed by itself with another value, whose mean it is now in
-    varied(sweep / "3", 2)
     result = shown(sort="best")
     assert [job["job"] for job in result["jobs"]] == [1, 3, 0, 2]
-    assert result["jobs"][1]["varied"] == {"seed": "1", "ppo.init_kl_coef": "0.1"}
-    means = {(row["key"], row["value"]): row for row in result["marginal_means"]}
-    assert means["seed", "0"]["jobs"] == 2
-    assert means["seed", "0"]["figures"]["reward"] == pytest.approx(0.25)
-    assert means["seed", "1"]["figures"]["reward"] == 0.2  # the interrupted job doesn't count
-    assert means["ppo.init_kl_coef", "0.1"]["figures"]["KL"] == 2.5
 
 
 def test_no_sweep(world, show):

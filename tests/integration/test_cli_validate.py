@@ -104,26 +104,16 @@ def test_resuming_is_compared_with_the_run(validate, finished):
     assert everything(finished) == before
 
 
-@pytest.mark.slow
-def test_every_job_of_a_sweep_is_checked(validate, world):
-    before = everything(world)
-    done = validate("-m", *words("seed=1,2"), code=0)
-    assert done.out.splitlines()[0] == "valid: a sweep of 2 jobs"
-    assert "  job 1 (seed=2): ./lm, reward rewards.py:plain" in done.out
-    assert "into runs/sweep-DATE-TIME/1" in done.out
-    done = validate("-m", *words("seed=1,x", "ppo.gamma=2,1"), "--json", code=2)
-    problems = json.loads(done.out)["problems"]
-    assert [problem["what"] for problem in problems] == [
-        "job 0, 2: ppo.gamma: 2 must be >= 0 and <= 1", "job 2, 3: seed: x must be a whole number"]
-    assert everything(world) == before
+def test_a_sweep_is_refused(validate):
+    assert "leave out -m" in validate("-m", *words("seed=1,2"), code=2).err
 
 
 def test_json_holds_the_same(validate, world):
     good = json.loads(validate(*words(), "--json").out)
     assert (good["valid"], good["exit_code"], good["problems"]) == (True, 0, [])
-    assert good["runs"][0]["samples"] == 48
+    assert good["run"]["samples"] == 48
     bad = json.loads(validate(*words("ppo.gamma=2", "model.path=./nope"), "--json", code=2).out)
-    assert (bad["valid"], bad["exit_code"], bad["runs"]) == (False, 2, [])
+    assert (bad["valid"], bad["exit_code"], bad["run"]) == (False, 2, None)
     assert [problem["exit_code"] for problem in bad["problems"]] == [2, 3]
     assert bad["problems"][1]["where"] == "model.path"
     assert all(problem["fix"] for problem in bad["problems"])
@@ -247,4 +237,4 @@ def test_typed_prompts_take_the_place_of_a_groups(validate, world):
     (world / "three.txt").write_text("a\nb\nc\n")
     for more, count in ((["prompts.items=[a,b]"], 2), (["prompts.path=three.txt"], 3)):
         done = validate("+recipe=quickstart", *more, "--json")
-        assert json.loads(done.out)["runs"][0]["rows"] == count, done.said
+        assert json.loads(done.out)["run"]["rows"] == count, done.said

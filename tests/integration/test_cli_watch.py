@@ -15,7 +15,6 @@ import pytest
 from helpers import environment, jsonl, read_json
 from runs import Command, copied, wait_for, whole_copy
 
-from ppocli.cli.follow import Tail
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import watch
 from ppocli.runs.run_folder import _myself
@@ -165,24 +164,6 @@ def test_a_resumed_run_repeats_nothing_that_stayed(finished, capsys):
     one.wait_for(lambda: one.out.count('"step": 3') == 2)
     one.end()
     assert [json.loads(line)["step"] for line in one.out.splitlines()] == [0, 1, 2, 3, 4, 3]
-
-
-@pytest.mark.parametrize("replaced", [True, False])
-def test_a_file_that_is_cut_and_grows_between_two_looks(replaced, tmp_path):
-    """Also when it is as long as before by then."""
-    path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.poll() == (0, [])
-    path.write_bytes(b"a1\nb2\nc3\n")
-    assert tail.poll() == (0, [b"a1\n", b"b2\n", b"c3\n"])
-    other = tmp_path / "other" if replaced else path
-    other.write_bytes(b"a1\nB2\nC3\nhalf")
-    os.replace(other, path)
-    assert tail.poll() == (2, [b"B2\n", b"C3\n"])
-    path.write_bytes(b"a1\nB2\nC3\nhalf a line\n")
-    assert tail.poll() == (0, [b"half a line\n"])
-    path.unlink()
-    assert tail.poll() == (0, [])
 
 
 def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):

@@ -44,8 +44,8 @@ def test_a_critic_starts_as_another_run_s(command, world, kind):
 def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(command, world, reference):
     (world / "notes").mkdir()
     for given, code, said in (
-            ((str(reference), "model.value.kind=model"), 3, "is of kind head, not model"),
-            (("notes",), 3, "is no run of PPO"), (("elsewhere",), 2, "name a run's folder")):
+            ((str(reference), "model.value.kind=model"), 3, "its kind is head"),
+            (("notes",), 3, "it is no run of PPO"), (("elsewhere",), 2, "name a run's folder")):
         path, *more = given
         done = command(*words("run_name=new", f"model.value.path={path}", *more), code=code)
         assert said in done.err

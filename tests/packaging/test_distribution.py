@@ -180,7 +180,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("plot runs/tiny --output curve.svg", 0, "curve.svg"),
     ("compare runs/tiny runs/other --json", 0, "other"),
     ("runs list --json", 0, '"finished"'),
-    ("runs prune --checkpoints --dry-run", 0, "tiny"),
+    ("runs prune --dry-run", 0, "tiny"),
     ("validate +recipe=quickstart --json", 0, "quickstart"),
     ("estimate +recipe=quickstart", 0, "most at once"),
     ("schema ppo.optimizer", 0, "ppo.optimizer.lr"),

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_samples import RUN, save, tree
 
 from ppocli.errors import CheckpointError
-from ppocli.runs import manifest
+from ppocli.runs import retention
 from ppocli.runs.checkpoints import find_latest, open_checkpoint
 
 FILES = ["MANIFEST.json", "state.json", "policy/model.safetensors", "policy/config.json",
@@ -115,7 +115,7 @@ def rewrite_manifest(step: Path, change) -> None:
     body = json.loads((step / "MANIFEST.json").read_text())
     del body["digest"]
     change(body)
-    (step / "MANIFEST.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+    (step / "MANIFEST.json").write_text(json.dumps(body | {"digest": retention._digest(body)}))
 
 
 @pytest.mark.parametrize("name", [
