@@ -16,7 +16,7 @@ from ppocli.models.loading.tokenizer import tokenizers_of
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
 from ppocli.ppo import rollout_sources, step, step_metrics
-from ppocli.ppo.experience import FIRST_RATE, POLICY, Experience, PPOState, after_step
+from ppocli.ppo.experience import POLICY, Experience, PPOState, after_step, first_rate
 from ppocli.ppo.losses import PPOLoss
 from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.rollout import Rollout
@@ -36,8 +36,6 @@ EARLY_STOP = 1.5
 GROWTH = 1.5
 """power of the number of updates with which their KL grows: 1 if updates are noise, 2 if all go the
 same way"""
-CAREFUL = 1.41e-5
-"""learning rate at which a first step is short on models of any size: the default"""
 NO_GRADIENT = 1e-7
 """norm of a gradient that is rounding: its updates change no weight, and their KL is rounding"""
 LARGEST_CHANGE = 8.0
@@ -334,12 +332,6 @@ def kl_of_updates(updates: Sequence[Mapping[str, float]], mean_tokens: float) ->
         return 0.0
     share = math.fsum((made / count) ** GROWTH for made in range(count))
     return mean_tokens * (max(math.fsum(kl - kls[0] for kl in kls), 0.0) / share)
-
-
-def first_rate(lr: float) -> float:
-    """The factor on ``ppo.optimizer.lr`` in the first step: a tenth, so that a rate which is much
-    too large does no harm, but as much of a small one as makes :data:`CAREFUL`."""
-    return max(FIRST_RATE, CAREFUL / max(lr, CAREFUL))
 
 
 def next_rate(rate: float, kl: float, target: float) -> float:
