@@ -5,12 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_samples import RUN, names, save, tree, write_files
+from safetensors.torch import load_file
 
 from ppocli.errors import CheckpointError
 from ppocli.runs import retention
 from ppocli.runs.checkpoints import best_step, find_latest, open_checkpoint
 from ppocli.runs.retention import check_folder, prune, update_pointers
+from ppocli.training.checkpoint_writing import save_tensors
 
 
 def test_save_then_find_gives_back_state_and_files(tmp_path: Path):
@@ -168,3 +171,11 @@ def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
     search = find_latest(tmp_path, run_id=RUN)
     assert search.checkpoint.step == 3
     assert search.skipped == ("skipped step-000004: MANIFEST.json has the unknown schema 0",)
+
+
+def test_tensors_in_the_same_memory_are_written_one_by_one(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    save_tensors({"whole": base, "row": base[1], "turned": base.t()}, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(found["row"], torch.tensor([4.0, 5, 6, 7]))
+    assert torch.equal(found["turned"], base.t())

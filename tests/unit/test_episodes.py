@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from sessions import (
 from test_ppo_advantages import naive_gae
 
 from ppocli.models.kernels import use_kernels
+from ppocli.ppo import advantages
 from ppocli.ppo.experience import PPOState
 from ppocli.ppo.policy_samples import sample_policy
 from ppocli.ppo.step import to_experience
 from ppocli.ppo.step_metrics import episode_figures, rollout_samples
-from ppocli.runs.episode import turn_numbers
+from ppocli.runs.episode import Episode, Turn, turn_numbers
 from ppocli.sampling.conversation import KeptKeys
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.sampler import decoded_turns
@@ -200,6 +202,33 @@ def test_decoded_logprobs_of_episodes_are_those_of_a_pass(tmp_path, keys):
 
 
 # Advantages ---------------------------------------------------------------------------------------
+
+
+def turns_of(counts):
+    return [Episode("", tuple(Turn("", n) for n in row), "done") for row in counts]
+
+
+def test_gae_over_turns_against_a_loop_by_hand():
+    rng = np.random.default_rng(3)
+    counts = [[2, 3, 1], [4], [1, 1, 1, 2], [1, 1, 1, 1]]
+    width = max(map(sum, counts))
+    rewards, values = (torch.from_numpy(rng.normal(size=(4, width))) for _ in range(2))
+    mask = torch.arange(width)[None, :] < torch.tensor([sum(row) for row in counts])[:, None]
+    turns = torch.tensor(turn_numbers(turns_of(counts), width))
+    for gamma, lam, lam_value in ((1.0, 0.95, None), (0.9, 0.5, 1.0)):
+        found, returns = advantages.gae(advantages.AdvantageInputs(
+            rewards * mask, mask, torch.arange(4), values, gamma=gamma, lam=lam,
+            lam_value=lam_value, turns=turns))
+        for i, row in enumerate(counts):
+            starts = np.cumsum([0, *row])
+            r = [float(rewards[i, a:b].sum()) for a, b in pairwise(starts)]
+            v = [float(values[i, a]) for a in starts[:-1]]
+            for own, got, extra in ((lam, found, False), (lam_value or lam, returns, True)):
+                for k, gain in enumerate(naive_gae([r], [v], [len(r)], gamma, own)[0]):
+                    for t in range(starts[k], starts[k + 1]):
+                        assert float(got[i, t]) == pytest.approx(gain + extra * v[k])
+            assert not found[i, starts[-1]:].any()
+            assert not returns[i, starts[-1]:].any()
 
 
 @pytest.mark.parametrize("unit", ["token", "turn"])

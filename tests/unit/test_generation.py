@@ -138,6 +138,17 @@ def test_a_repetition_penalty_gives_what_transformers_generate_gives(kind):
     assert not torch.equal(ours.tokens, free.tokens)
 
 
+def test_the_saved_sampling_is_that_of_the_training(tmp_path):
+    cfg = small_config(tmp_path, generation__min_new_tokens=3, generation__top_k=5,
+                       generation__top_p=0.9, generation__min_p=0.05, generation__temperature=0.7,
+                       generation__repetition_penalty=1.3)
+    with session_of(cfg) as session:
+        saved = PPOTask(session).saved.generation_config
+    for name in ("min_new_tokens", "top_k", "top_p", "min_p", "temperature", "repetition_penalty",
+                 "max_new_tokens"):
+        assert getattr(saved, name) == getattr(cfg.generation, name)
+
+
 def test_an_ignored_eos_ends_nothing(tmp_path):
     cfg = small_config(tmp_path, generation__ignore_eos=True, generation__stop_token_ids=[9])
     with session_of(cfg) as session:
