@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ppocli.distributed.torch_settings import default_modes
 from ppocli.errors import ConfigError, DivergedError, RewardError
-from ppocli.evaluation.generation_batch import Batch, called
+from ppocli.evaluation.player import Batch, called
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun

@@ -41,24 +41,6 @@ def checked(*words: str, handed_in: frozenset[str] = frozenset()):
     return check(compose(read_words(words)), handed_in)
 
 
-def with_node_values(values: dict[str, Any]):
-    """The default configuration with values that a file sets, and the problems of their types."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from ppocli.config import compose, config_yaml, keys
-    from ppocli.config.problems import Problem
-
-    node, problems = config_yaml.schema_node(), []
-    for name, value in values.items():
-        try:
-            OmegaConf.update(node, name, value)
-        except OmegaConfBaseException:
-            problems.append(Problem(name, keys.why_wrong(keys.schema_keys()[name], name, value)))
-    problems += compose.settle(node, {})
-    return config_yaml.typed(node), problems
-
-
 def make_tokenizer(*, pad: bool = True, bos: bool = False, size: int = 0):
     """A word-level tokenizer of ``WORDS``, filled up to ``size`` ids; without ``pad`` its EOS has
     to pad."""

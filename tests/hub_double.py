@@ -1,6 +1,6 @@
 """The part of the Hugging Face Hub that a push talks to, as a small HTTP server of our own.
 
-It keeps what it is sent, byte for byte, and fails on request. Commands reach it through
+It keeps what it is sent, byte for byte. Commands reach it through
 ``HF_ENDPOINT``. Weights travel by git LFS: the storage that ``hf_xet`` speaks to isn't here.
 """
 
@@ -33,17 +33,6 @@ class Repo:
     """paths whose content came by LFS"""
 
 
-@dataclass
-class Failure:
-    """What goes wrong with requests ``METHOD /path`` that match, the next ``times`` times."""
-
-    match: str
-    status: int
-    """HTTP status; 0: the connection is closed without an answer"""
-    times: int
-    message: str
-
-
 class Refusal(Exception):
     """Ends the handling of a request with an error: status, code, message."""
 
@@ -55,9 +44,6 @@ class HubDouble:
         self.repos: dict[str, Repo] = {}
         self.store: Files = {}
         """LFS objects by sha256"""
-        self.requests: list[str] = []
-        """``METHOD /path`` of every request, in order"""
-        self.failures: list[Failure] = []
         self.lock = threading.RLock()
         self.server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
@@ -71,19 +57,6 @@ class HubDouble:
     def __exit__(self, *exception: object) -> None:
         self.server.shutdown()
         self.server.server_close()
-
-    def fail(self, match: str, status: int = 0, times: int = 10**6, message: str = "") -> None:
-        """Let requests fail."""
-        self.failures.append(Failure(match, status, times, message))
-
-    def environment(self, **over: str) -> dict[str, str]:
-        """Variables of a command that is to talk to this server."""
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0",
-                "HF_HUB_DISABLE_XET": "1", **over}
-
-    def count(self, match: str) -> int:
-        """How many requests there were."""
-        return sum(bool(re.match(match, request)) for request in self.requests)
 
     def repo(self, name: str) -> Repo:
         if name not in self.repos:
@@ -113,15 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
         request = f"{self.command} {unquote(urlsplit(self.path).path)}"
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.hub.lock:
-            self.hub.requests.append(request)
-            for failure in self.hub.failures:
-                if failure.times and re.match(failure.match, request):
-                    failure.times -= 1
-                    if failure.status:
-                        self._send(failure.status, {"error": failure.message})
-                    else:
-                        self.close_connection = True
-                    return
             try:
                 answer = self._route(request, body)
             except Refusal as wrong:

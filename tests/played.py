@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 
 from ppocli import Step
 from ppocli.environments.env_calls import Called, Calls
@@ -33,27 +32,6 @@ class Slow(Words):
     async def step(self, response, rng):
         await asyncio.sleep(0.01)
         return super().step(response, rng)
-
-
-class Shared(Words):
-    """Its objects have a lock in common, which is always wanted by several."""
-
-    lock = asyncio.Lock()
-
-    async def step(self, response, rng):
-        async with self.lock:
-            await asyncio.sleep(0.001)
-        return None, 1.0, False
-
-
-class Meeting(Words):
-    """Fifty of them go on when all are there."""
-
-    barrier = asyncio.Barrier(50)
-
-    async def step(self, response, rng):
-        await self.barrier.wait()
-        return None, 1.0, True
 
 
 class Failing(Words):
@@ -141,30 +119,6 @@ class AsyncKeeps(Keeps):
         super().reset(prompt, rng=rng)
 
 
-class Needy:
-    def reset(self, prompt, secret):
-        return None
-
-    def step(self, response):
-        return None, 0.0, True
-
-
-class Mute:
-    def reset(self, prompt):
-        return None
-
-
-class Deaf(Mute):
-    def step(self):
-        return None, 0.0, True
-
-
-class Pure(Deaf, ABC):
-    @abstractmethod
-    def judge(self):
-        pass
-
-
 class Lookup:
     """An environment of TRL's: its public methods are tools."""
 
@@ -223,14 +177,6 @@ def fail(a: int) -> int:
         a: any.
     """
     raise RuntimeError("out of order")
-
-
-class OneTurn:
-    def reset(self, prompt):
-        return None
-
-    def step(self, response):
-        return Step(reward=len(response) / 10, done=True)
 
 
 TEMPLATE = ("{% for m in messages %}<im>{{ m.role }} {{ m.content }}<eos> {% endfor %}"

@@ -1,6 +1,5 @@
-"""What a reader sees of a report: of its page, and of its Markdown."""
+"""What a reader sees of a report."""
 
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,24 +25,9 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self._open.pop() == tag
+        if tag in ("td", "th", "dt"):
+            self._text.append(" ")
 
     def handle_data(self, data):
         if not {"style", "script"} & set(self._open):
             self._text.append(data)
-
-
-def outside_fences(text: str) -> list[str]:
-    """The lines of a Markdown text that aren't in a code block, as CommonMark has it."""
-    found, fence = [], None
-    for line in text.split("\n"):
-        match = re.match(r" {0,3}(`{3,}|~{3,})", line)
-        if fence is None and match:
-            fence = match[1]
-        elif fence is not None:
-            bare = line.strip()
-            if bare and set(bare) == {fence[0]} and len(bare) >= len(fence):
-                fence = None
-        else:
-            found.append(line)
-    assert fence is None, "a code block is left open"
-    return found

@@ -23,7 +23,7 @@ from helpers import (
     write_jsonl,
     write_prompts,
 )
-from warm import Process, Server, begin
+from warm import Process, begin
 
 REWARDS = '''\
 import random
@@ -140,16 +140,15 @@ def app_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
     return command
 
 
-def spawn(*given: str, cwd: Path, server: Server | None = None, **env: str) -> Process:
+def spawn(*given: str, cwd: Path, **env: str) -> Process:
     """The command in a process group of its own, its output on pipes."""
-    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env), server=server)
+    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env))
 
 
-def run(*given: str, cwd: Path, code: int | None = None, server: Server | None = None, **env: str
-        ) -> Ended:
+def run(*given: str, cwd: Path, code: int | None = None, **env: str) -> Ended:
     """The command in a process, which has to end with this code; nothing of it may be left
     running."""
-    process = spawn(*given, cwd=cwd, server=server, **env)
+    process = spawn(*given, cwd=cwd, **env)
     try:
         out, err = process.communicate(timeout=240)
     finally:
@@ -216,14 +215,14 @@ def whole_copy(source: Path, target: Path) -> Path:
 
 def signed_again(run_dir: Path) -> Path:
     """A run whose configuration a test has changed, as if the run had been started with it."""
-    from ppocli.runs import atomic, signature
+    from ppocli.runs import atomic, trust
 
     told = atomic.read_json(run_dir / "run.json")
     if told is not None:
         if "config" in told:
             told["config"] = (run_dir / "config.yaml").read_text(encoding="utf-8")
         atomic.write_json_atomic(run_dir / "run.json",
-                                 signature.sign_run(told, run_dir / "config.yaml"))
+                                 trust.sign_run(told, run_dir / "config.yaml"))
     return run_dir
 
 

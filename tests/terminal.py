@@ -51,20 +51,6 @@ class Screen:
             elif token[0].isprintable():
                 self._put(token[0])
 
-    def resize(self, width: int) -> None:
-        """Another width: what had been one line is one line again, and is wrapped anew."""
-        lines, whole = [], ""
-        for text, goes_on in self.rows:
-            whole += text
-            if not goes_on:
-                lines.append(whole)
-                whole = ""
-        assert self.row == len(self.rows) - 1
-        self.width = width
-        self.rows = [(line[at:at + width], at + width < len(line))
-                     for line in lines for at in range(0, max(1, len(line)), width)]
-        self.row = len(self.rows) - 1
-
     @property
     def lines(self) -> list[str]:
         """The rows, from the first that was ever written."""
@@ -133,13 +119,6 @@ class Terminal:
         while not condition():
             assert time.monotonic() < deadline, self.raw[-3000:]
             assert self._read(), self.raw[-3000:]
-
-    def resize(self, columns: int, rows: int) -> None:
-        """Change the window's size, at a moment at which nothing is under way."""
-        while select.select([self._ours], [], [], 0.1)[0]:
-            self._read()
-        self._set_size(columns, rows)
-        self.screen.resize(columns)
 
     def type(self, keys: bytes) -> None:
         """Press keys."""

@@ -149,7 +149,7 @@ ENGINE = (
            ("tests/unit/test_accelerator.py::"
             "test_what_runs_on_a_simulated_accelerator[not slow]",)),
     # storage
-    Mutant("hash_unchecked", "ppocli/runs/manifest.py",
+    Mutant("hash_unchecked", "ppocli/runs/retention.py",
            'verify == "full" or name', 'verify == "never" or name',
            ("tests/unit/test_checkpoints_damage.py::"
             "test_size_verification_misses_only_what_it_says",)),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -23,6 +24,7 @@ import typer
 from ppocli.builtin.names import recipe_files
 from ppocli.cli.options import AsJson, Command, flag, group
 from ppocli.cli.output import complain, print_json, print_table, say
+from ppocli.config.secrets import safe_text
 from ppocli.config.text import did_you_mean, format_bytes, pasted
 from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, PpocliError
@@ -255,12 +257,9 @@ def deepspeed(_folder: Path) -> Check:
 
 def hub(_folder: Path) -> Check:
     """The Hub answers within two seconds, or downloads are forbidden."""
-    from ppocli.runs import environment
-
     if (name := offline_variable()) is not None:
         return Check("ok", f"{name}={os.environ[name]}: nothing is downloaded")
-    address = environment.without_credentials(
-        os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    address = safe_text(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     return Check("ok", f"{address} can be reached") if hub_reachable() else Check(
         "warning", f"{address} doesn't answer within 2 s: only models and data on this machine can "
         "be used", "HF_HUB_OFFLINE=1, HF_ENDPOINT for a mirror, or HTTPS_PROXY for a proxy")
@@ -268,19 +267,19 @@ def hub(_folder: Path) -> Check:
 
 def output(folder: Path) -> Check:
     """Runs can be written, and locked, where they go."""
-    from ppocli.runs import environment, run_folder
+    from ppocli.runs import run_folder
 
-    made = not folder.exists()
+    new = [part for part in (folder, *folder.absolute().parents) if not part.exists()]
     try:
         run_folder.probe_writable(folder)
-        with run_folder.lock_beside(folder / "probe", "try another folder"):
-            return Check("ok", f"{environment.home_shortened(str(folder))}: written and locked")
+        with TemporaryDirectory(dir=folder) as probe, run_folder.lock(Path(probe)):
+            return Check("ok", f"{folder}: written and locked")
     except (PpocliError, OSError) as error:
         return Check("fail", getattr(error, "what", str(error)), "output_dir=ANOTHER-FOLDER")
     finally:
-        if made:
+        for part in new:
             with suppress(OSError):
-                folder.rmdir()
+                part.rmdir()
 
 
 def disk(folder: Path) -> Check:
@@ -335,7 +334,7 @@ def env(as_json: AsJson = False) -> None:
     """
     from ppocli.runs import environment
 
-    facts = environment.describe(places=True)
+    facts = environment.describe()
     if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=null come to here
         from ppocli.config.schema import HardwareConfig
         from ppocli.distributed.onednn import choose_gemm

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, print_json, say, show_text
-from ppocli.config import config_yaml, resume_policy, schema, size_limited, tasks
+from ppocli.config import config_yaml, resume_policy, schema, tasks
 from ppocli.config.text import counted, did_you_mean, figure, pasted
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.publish import live_view
@@ -34,10 +34,11 @@ class Follower:
         self._run, self._shown, self._as_json = RunFolder(folder.resolve()), str(folder), as_json
         self.board = live_view.Dashboard(self._shown)
         self._past: int | None = None if from_start else LAST
-        self._metrics, self._log = Tail(self._run.metrics), Tail(self._run.log)
         self._rows: list[dict[str, Any]] = []
-        self._log_seen = self._waiting = self._in_warning = False
-        self._written: dict[Path, int] = {}
+        self._waiting = self._in_warning = False
+        self._log_read = self._run.log.stat().st_size if self._run.log.exists() else 0
+        """bytes of the log whose warnings are old, or shown"""
+        self._written: dict[Path, tuple[int, int]] = {}
         self._config: schema.TrainConfig | None = None
 
     @property
@@ -56,18 +57,16 @@ class Follower:
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
                 self._config = config_yaml.read_config(self._run.config)
-        dropped, lines = self._metrics.poll()
-        written = [run_logs.read_row(line) or {} for line in lines]
-        # a damaged value is shown as one that is missing
-        rows = [dict.fromkeys(row) | sound for row in written if (sound := run_logs.sound_row(row))]
-        if dropped:
-            del self._rows[-dropped:]
-            last = self._rows[-1]["step"] if self._rows else 0
-            say(f"the run was resumed at step {last}")
-        self._rows += rows
-        self._feed(rows, again=dropped > 0)
+        before, rows = self._rows, self._rows
+        if self._has_changed(self._run.metrics):
+            self._rows = rows = run_logs.read_metrics(self._run.metrics)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1],
+                                  zip(before, rows, strict=False))))
+        if again := same < len(before):
+            say(f"the run was resumed at step {rows[same - 1]['step'] if same else 0}")
+        self._feed(rows[same:], again=again)
         self._show_warnings()
-        self._show(rows)
+        self._show(rows[same:])
         if alive and not self._rows and not self._waiting:
             self._waiting = True
             say(f"waiting for the first step of {self._shown}")
@@ -106,11 +105,11 @@ class Follower:
     def _has_changed(self, path: Path) -> bool:
         """Whether a file has been written to since the last call."""
         try:
-            now = path.stat().st_mtime_ns
+            now = path.stat()
         except OSError:
             return False
-        before, self._written[path] = self._written.get(path), now
-        return now != before
+        before, self._written[path] = self._written.get(path), (now.st_mtime_ns, now.st_size)
+        return self._written[path] != before
 
     def _feed(self, rows: Sequence[dict[str, Any]], *, again: bool) -> None:
         board = self.board
@@ -139,52 +138,23 @@ class Follower:
                 show_text(line)
 
     def _show_warnings(self) -> None:
-        """Print new warnings of the log; those of the first reading are old."""
-        _, lines = self._log.poll()
-        fresh, self._log_seen = self._log_seen, True
-        for raw in lines:
-            text = raw.decode("utf-8", errors="replace").rstrip("\n")
-            if match := _LOG_LINE.match(text):
-                self._in_warning = match["level"] in ("WARNING", "ERROR")
-                text = f"{match['level'].lower()}: {match['text']}"
-            if self._in_warning and fresh:
-                complain(text)
+        """Print new warnings of the log."""
+        with suppress(OSError), self._run.log.open("rb") as file:
+            file.seek(self._log_read)
+            lines = _whole_lines(file.read())
+            self._log_read += sum(map(len, lines))
+            for raw in lines:
+                text = raw.decode("utf-8", errors="replace").rstrip("\n")
+                if match := _LOG_LINE.match(text):
+                    self._in_warning = match["level"] in ("WARNING", "ERROR")
+                    text = f"{match['level'].lower()}: {match['text']}"
+                if self._in_warning:
+                    complain(text)
 
 
 START_SECONDS = 120.0
 """seconds that a run may load before it takes its folder's lock"""
 _TAIL_BYTES = 1 << 18
-
-
-class Tail:
-    """The lines of a file that grows, is cut, or is replaced by a shorter one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines: list[bytes] = []
-        """lines already returned that are still in the file"""
-
-    def poll(self) -> tuple[int, list[bytes]]:
-        """The number of returned lines that are gone, and the new lines; only whole lines count."""
-        unchanged = self._lines
-        last = b"".join(unchanged[-1:])
-        try:
-            with size_limited.open_plain(self._path, size_limited.MOST_ROWS) as file:
-                file.seek(sum(map(len, unchanged[:-1])))
-                # whether the last line is still in its place
-                if file.read(len(last)) != last:
-                    unchanged = []
-                    file.seek(0)
-                lines = _whole_lines(file.read())
-        except OSError:  # not made yet, or being replaced
-            return 0, []
-        if not unchanged:
-            pairs = zip(self._lines, lines, strict=False)
-            unchanged = [was for was, now in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-            lines = lines[len(unchanged):]
-        gone = len(self._lines) - len(unchanged)
-        self._lines = [*unchanged, *lines]
-        return gone, lines
 
 
 def _whole_lines(raw: bytes) -> list[bytes]:
@@ -200,7 +170,7 @@ def _sample_row(line: bytes) -> dict[str, Any] | None:
 def recent_samples(path: Path) -> list[dict[str, Any]]:
     """The first samples of the newest step and kind at the end of samples.jsonl."""
     try:
-        with size_limited.open_plain(path, size_limited.MOST_ROWS) as file:
+        with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = _whole_lines(file.read())  # a partial line before them is no row
     except OSError:  # gone by now

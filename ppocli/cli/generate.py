@@ -167,8 +167,7 @@ def loaded(request: EvalRequest, target: Target, cfg: TrainConfig, scored: bool,
         if declared:
             say("sampling as its generation_config.json says: " + ", ".join(
                 f"{name}={value}" for name, value in declared.items()))
-            generation = players.changed_sampling(
-                cfg, declared, dict.fromkeys(declared, "generation_config.json"))
+            generation = players.changed_sampling(cfg, declared)
         if cfg.rollout.engine == "vllm":
             with players.served(player, cfg, backend) as served:
                 yield served, generation, reward

@@ -1,4 +1,4 @@
-"""Checks of a run or a sweep without weights: what is wrong with it, and what it would do."""
+"""Checks of a run without weights: what is wrong with it, and what it would do."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli import output
-from ppocli.config import compose, config_yaml, hydra_sweep, schema, tasks
-from ppocli.config.command_words import Words, read_words
+from ppocli.config import compose, config_yaml, schema, tasks
+from ppocli.config.command_words import read_words
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, Problem
@@ -22,7 +22,7 @@ from ppocli.models.loading.tokenizer import decided
 from ppocli.publish.trackers import check_trackers
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.runs import run_folder
-from ppocli.runs.checkpoints import find_latest, refuse_pruned
+from ppocli.runs.checkpoints import find_latest
 
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
@@ -44,19 +44,15 @@ class Plan:
     device: str
     precision: str
     folder: str
-    job: int | None = None
-    varied: list[str] = field(default_factory=list)
-    """overrides in which this job of a sweep differs from others"""
 
     def __str__(self) -> str:
         one = {"reward_model": "pair", "sft": "example"}.get(self.task, "prompt")
         rows = f"{one}s of the Hub" if self.rows is None else counted(self.rows, one)
         what = f"reward {' + '.join(self.reward)}" if one == "prompt" else self.task
-        job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
         each = counted(self.samples_per_step, "sample" if one == "prompt" else one)
         steps = f"steps of {each}" if self.steps is None else (
             f"{counted(self.steps, 'step')} of {each} ({self.samples} in all)")
-        return (f"{job}{self.model}, {what}, {rows}, {steps}, device {self.device} "
+        return (f"{self.model}, {what}, {rows}, {steps}, device {self.device} "
                 f"{self.precision}, into {self.folder}")
 
 
@@ -81,15 +77,16 @@ def _reward_labels(reward: schema.RewardConfig) -> list[str]:
 
 @dataclass(slots=True)
 class Checked:
-    """The results. ``config`` is that of the run, or of a sweep's first job."""
+    """The results."""
 
     problems: list[PpocliError] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plan: Plan | None = None
+    """None with problems"""
     config: schema.TrainConfig | None = None
     notes: list[str] = field(default_factory=list)
     """on how the words were read"""
     facts: list[str] = field(default_factory=list)
-    """lines about the data set that a run, or a sweep's first job, trains on"""
+    """lines about the data set that a run trains on"""
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -106,7 +103,7 @@ class Checked:
                 self.problems.append(error)
 
 
-# A run or a sweep ---------------------------------------------------------------------------------
+# A run --------------------------------------------------------------------------------------------
 
 def check_words(words: Sequence[str]) -> Checked:
     """Check the words of ``ppocli train``, and print notes; the first problem decides the exit
@@ -115,9 +112,9 @@ def check_words(words: Sequence[str]) -> Checked:
     with checked.collecting():
         read = read_words(words)
         if read.is_sweep:
-            _check_sweep(read, checked)
-        else:
-            _check_run(compose.compose(read), checked)
+            raise ConfigError("One run is checked, and a sweep is several.", where="command line",
+                              fix="leave out -m, and give one value for each key that is swept")
+        _check_run(compose.compose(read), checked)
     for note in dict.fromkeys(checked.notes):
         output.say(clean(note))
     checked.problems.sort(key=lambda error: ORDER.index(error.exit_code)
@@ -137,34 +134,7 @@ def _check_run(composed: compose.Composed, checked: Checked) -> None:
     checked.add(*_unwritable(named or Path(config.output_dir)))
     if not checked.problems:
         folder = named or Path(config.output_dir) / f"{composed.name}-DATE-TIME"
-        checked.plans.append(plan_of(config, count, folder))
-
-
-def _check_sweep(words: Words, checked: Checked) -> None:
-    """Check every job; a problem that several jobs share is added once, with their numbers."""
-    plan = hydra_sweep.read_plan(words)
-    if plan.searches:
-        raise ConfigError("sweep.search decides the jobs while they run, so they can't be listed.",
-                          where="command line", fix="check one of them: leave out -m and give one "
-                          "value for each key that is swept")
-    folder = Path(words.value("hydra.sweep.dir") or Path(
-        plan.shared.output_dir, words.value("run_name") or "sweep-DATE-TIME"))
-    shared: dict[str, tuple[PpocliError, list[int]]] = {}
-    for number, varied in enumerate(plan.grid):
-        job, one = plan.job(folder, number, varied), Checked()
-        with one.collecting():
-            composed = compose.compose(job.words)
-            checked.notes += composed.notes
-            count, _ = _check_config(composed, composed.config, one)
-            if not one.problems:
-                checked.plans.append(replace(plan_of(composed.config, count, job.folder),
-                                             job=number, varied=list(varied)))
-        checked.config, checked.facts = checked.config or one.config, checked.facts or one.facts
-        for problem in one.problems:
-            shared.setdefault(str(problem), (problem, []))[1].append(number)
-    checked.add(*(problem.reworded(what=f"job {', '.join(map(str, numbers))}: {problem.what}")
-                  for problem, numbers in shared.values()))
-    checked.add(*_unwritable(folder.parent))
+        checked.plan = plan_of(config, count, folder)
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -317,7 +287,6 @@ def _check_folder(composed: compose.Composed, folder: Path, checked: Checked, *,
     run = run_folder.RunFolder(folder)
     newest = find_latest(run.checkpoints, run_id=None, verify="size").checkpoint
     with checked.collecting():
-        refuse_pruned(run, getattr(newest, "step", None))
         if newest is None:
             raise CheckpointError(f"{folder} has no valid checkpoint to go on from.",
                                   where=str(run.checkpoints),

@@ -60,11 +60,11 @@ def watch(
 
 def report(
         run: RunFolder = None,
-        out: Path | None = option("FILE", "Where to write it; .html or .md sets the format "
-            "(default: report.html and report.md in the run's folder).", "--output", "-o"),
+        out: Path | None = option("FILE", "Where to write it (default: report.html in the "
+            "run's folder).", "--output", "-o"),
         others: list[str] | None = option("RUN", "Another run, whose curves are drawn over this "
             "one's (may be repeated).", "--with", autocompletion=opt.complete_run),
-        overwrite: bool = flag("Also replace files that aren't reports.", "--overwrite"),
+        overwrite: bool = flag("Also replace a file that is no report.", "--overwrite"),
         as_json: AsJson = False) -> None:
     """Write a report of a run: outcome, curves, samples over the steps, warnings, settings.
 
@@ -87,15 +87,16 @@ def report(
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
                           fix="leave out --output")
     folder = find_run(run, say=output.say)
-    targets = [] if as_json else report_page.destinations(folder, out)
-    report_page.check_replaceable((path for path, _ in targets), overwrite)
+    path = report_page.destination(folder, out)
+    if not as_json:
+        report_page.check_replaceable(path, overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
     gathered = facts.gather(record, str(folder), more)
     if as_json:
         output.print_json(gathered)
-    for path, form in targets:
-        report_page.write_file(path, report_page.render(gathered, form))
+    else:
+        report_page.write_file(path, report_page.render(gathered))
         put(printable(str(path)))
 
 
@@ -207,28 +208,23 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 @runs_app.command("prune", cls=Command)
 def prune_runs(
         folder: Folder = None,
-        checkpoints: bool = flag("Delete the checkpoints of finished runs. Their model, summary, "
-            "metrics and samples stay; they can't be resumed any more. This is the default.",
-            "--checkpoints"),
-        failed: bool = flag("Delete runs that ended before they saved a checkpoint.", "--failed"),
         keep_best: bool = flag("Keep the checkpoint of the best evaluation.", "--keep-best"),
         older_than: str | None = option(
             "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
         dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
         yes: Yes = False, as_json: AsJson = False) -> None:
-    """Delete what finished and failed runs no longer need. Running runs are never touched.
+    """Delete the checkpoints of finished runs. Their model, summary, metrics and samples stay; they
+    can't be resumed any more.
 
     \b
     Examples:
       ppocli runs prune --dry-run
       ppocli runs prune --keep-best --older-than 7d
-      ppocli runs prune --failed --yes
     """
     from ppocli.runs.listing import parse_age, plan_pruning
 
     root = root_of(folder)
-    plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
-                        keep_best=keep_best, say=output.say,
+    plan = plan_pruning(root, keep_best=keep_best, say=output.say,
                         older_than=None if older_than is None else parse_age(older_than))
     if not plan:
         _print_removals(plan, as_json)
@@ -237,8 +233,8 @@ def prune_runs(
     if not as_json:
         rows = [
             (removal.run.name if removal.run == root else removal.run.relative_to(root).as_posix(),
-             removal.why, _shown_parts(removal), format_bytes(removal.size)) for removal in plan]
-        output.print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
+             _shown_parts(removal), format_bytes(removal.size)) for removal in plan]
+        output.print_table([("run", "delete", "size"), *rows], right=frozenset({2}))
     if dry_run:
         output.say(f"{_size(plan)} could be given back; nothing was deleted.")
         _print_removals(plan, as_json)
@@ -249,8 +245,6 @@ def prune_runs(
 def _shown_parts(removal: Removal) -> str:
     from ppocli.runs.retention import STEP
 
-    if removal.kind == "run":
-        return "the whole folder"
     steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
     names = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
     names += [part.relative_to(removal.run).as_posix() for part in removal.parts
@@ -282,6 +276,6 @@ def _delete(plan: list[Removal], yes: bool, as_json: bool = False) -> None:
 def _print_removals(deleted: list[Removal], as_json: bool) -> None:
     if as_json:
         output.print_json([
-            {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
-             "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}
+            {"run": str(removal.run.absolute()), "bytes": removal.size,
+             "paths": [str(part.absolute()) for part in removal.parts]}
             for removal in deleted])

@@ -30,8 +30,6 @@ def show_sweep(name: Annotated[str | None, typer.Argument(
     """Print the jobs of a sweep: status, reward and KL of the newest evaluation, and the swept
     values. Trainings on a data set show their loss, perplexity or accuracy instead.
 
-    For sweeps over several keys, a second table shows the mean figures of every value.
-
     \b
     Examples:
       ppocli sweep show
@@ -39,7 +37,7 @@ def show_sweep(name: Annotated[str | None, typer.Argument(
       ppocli sweep show --json
     """
     from ppocli.runs import search
-    from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
+    from ppocli.runs.sweeps import find_sweep, jobs_now, read_sweep
 
     folder = find_sweep(name)
     if name is None:
@@ -49,21 +47,13 @@ def show_sweep(name: Annotated[str | None, typer.Argument(
     results = search.findings(sweep) if sweep.search else {}
     if results:
         results["command"] = _command(sweep, results["best"][0]["job"]) if results["best"] else None
-    means = marginal_means(jobs)
     if sort == "best":
         jobs.sort(key=lambda job: math.inf if job.rank is None else job.rank)
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
-                           "jobs": list(map(_facts, jobs)), "marginal_means": means, **results})
+                           "jobs": list(map(_facts, jobs)), **results})
         return
     print_jobs(jobs)
-    labels = labels_of(jobs)
-    if means:
-        put()
-        output.print_table([("value", "jobs", *labels), *(
-            (f"{row['key']}={row['value']}", str(row["jobs"]),
-             *(output.shown_figure(row["figures"].get(label)) for label in labels))
-            for row in means)], right=frozenset(range(1, 2 + len(labels))))
     if results:
         _print_findings(results)
     unfinished = [job.status for job in jobs if job.status != "finished"]
@@ -86,31 +76,6 @@ def _facts(job: JobRecord) -> dict[str, Any]:
             "error": None if run is None else (run.summary or {}).get("error")}
 
 
-def marginal_means(jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """Mean figures of the finished jobs that share one value of one swept key.
-
-    Nothing for a sweep over a single key, where every job is its own value.
-
-    Args:
-        jobs: in order of their numbers.
-
-    Returns:
-        ``{"key", "value", "jobs", "figures"}`` for each value, in order of the jobs.
-    """
-    keys = list(dict.fromkeys(key for job in jobs for key in job.varied))
-    if len(jobs) > 1:  # values of a search may never come twice
-        keys = [key for key in keys if len({job.varied.get(key) for job in jobs}) < len(jobs)]
-    rows = []
-    for key, value in dict.fromkeys((key, job.varied[key]) for key in keys for job in jobs
-                                    if key in job.varied):
-        finished = [job for job in jobs if job.status == "finished"
-                    and job.varied.get(key) == value]
-        labels = dict.fromkeys(label for job in finished for label in job.figures)
-        rows.append({"key": key, "value": value, "jobs": len(finished), "figures": {
-            label: _mean([job.figures.get(label) for job in finished]) for label in labels}})
-    return rows if len(keys) > 1 else []
-
-
 def _command(sweep: SweepRecord, number: int) -> str:
     """The command of a single run that does what a job does."""
     from ppocli.config.command_words import read_words
@@ -121,11 +86,6 @@ def _command(sweep: SweepRecord, number: int) -> str:
         ("sweep.", "hydra.", "hydra/"))]
     words = words.without("--multirun", *over, *varied_values(sweep.jobs[number]))
     return shlex.join(["ppocli", "train", *words.adding(*sweep.jobs[number]).argv()])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else None
 
 
 def print_jobs(jobs: Sequence[JobRecord]) -> None:
@@ -145,12 +105,6 @@ def print_jobs(jobs: Sequence[JobRecord]) -> None:
 
 def _print_findings(results: Mapping[str, Any]) -> None:
     """The results of a search as tables, and a command to paste."""
-    if metrics := list(results["importance"]):
-        put()
-        output.print_table([("share of", *metrics), *(
-            (key, *(f"{results['importance'][name].get(key, 0):.0%}" for name in metrics))
-            for key in results["importance"][metrics[0]])],
-            right=frozenset(range(1, 1 + len(metrics))))
     if len(results["best"]) > 1:
         put()
         output.print_table([("not outdone", *results["best"][0]["metrics"], "values"), *(

@@ -135,7 +135,7 @@ def resume(run: opt.OneRun, overrides: Overrides = None, no_progress: NoProgress
 
 
 def validate(overrides: Overrides = None, as_json: opt.AsJson = False) -> None:
-    """Report everything that is wrong with a run, or with all jobs of a sweep, before it starts.
+    """Report everything that is wrong with a run before it starts.
 
     Checks settings, models, prompts, rewards and the output folder, and reports every problem with
     its origin and its fix. Nothing is written. Exit code 0: valid; 2 settings, 3 model or data,
@@ -146,7 +146,6 @@ def validate(overrides: Overrides = None, as_json: opt.AsJson = False) -> None:
       ppocli validate +recipe=quickstart
       ppocli validate model.path=./lm prompts.path=prompts.jsonl reward.fn=my_rewards:score \\
           ppo.total_episodes=2000
-      ppocli validate -m +recipe=quickstart seed=1,2
     """
     from ppocli.cli.run_checks import check_words
     from ppocli.config.secrets import safe_text
@@ -154,7 +153,7 @@ def validate(overrides: Overrides = None, as_json: opt.AsJson = False) -> None:
     checked = check_words(overrides or [])
     if not as_json:
         _raise_all(checked.problems)
-        _print_plans(checked)
+        _print_plan(checked)
         output.say(NOT_LOOKED_AT)
         return
     exit_code = checked.problems[0].exit_code if checked.problems else 0
@@ -164,7 +163,7 @@ def validate(overrides: Overrides = None, as_json: opt.AsJson = False) -> None:
                       **{part: text and safe_text(text) for part, text in (
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in checked.problems],
-        "runs": list(map(asdict, checked.plans)), "data": checked.facts})
+        "run": checked.plan and asdict(checked.plan), "data": checked.facts})
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -218,8 +217,8 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
 
 
 def _dry_run(words: Sequence[str]) -> None:
-    """Check a run as :func:`validate` does, then load everything and make a small first step
-    (of a sweep: of its first job). Nothing is kept.
+    """Check a run as :func:`validate` does, then load everything and make a small first step.
+    Nothing is kept.
 
     Raises:
         PpocliError: whatever would end the run at its first step.
@@ -234,7 +233,7 @@ def _dry_run(words: Sequence[str]) -> None:
         from ppocli.launch.preflight import try_first_step
 
         lines = try_first_step(checked.config, stop)
-    _print_plans(checked)
+    _print_plan(checked)
     put("\n".join(lines))
 
 
@@ -247,10 +246,8 @@ def _raise_all(problems: Sequence[PpocliError]) -> None:
             exit_code=problems[0].exit_code)
 
 
-def _print_plans(checked: Checked) -> None:
-    plans = checked.plans
-    put(f"valid: {plans[0]}" if len(plans) == 1 else
-        "\n  ".join([f"valid: a sweep of {len(plans)} jobs", *map(str, plans)]))
+def _print_plan(checked: Checked) -> None:
+    put(f"valid: {checked.plan}")
     for line in checked.facts:
         put(line)
 

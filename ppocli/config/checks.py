@@ -3,6 +3,8 @@
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -386,6 +388,12 @@ def _run(config: schema.TrainConfig) -> Rules:
            "resume=auto needs run_name, the name of the run folder")
     yield (resume not in ("never", "auto"), "resume",
            f"{shown(resume)}: a run folder goes on the command line only: resume={resume}")
-    yield (date and not re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?", date),
-           "model.chat_template_date", f"{shown(date)} must be a local date, such as 2026-01-31 or "
-           "2026-01-31T12:00:00")
+    yield (date and not _is_local_date(date), "model.chat_template_date",
+           f"{shown(date)} must be a local date, such as 2026-01-31 or 2026-01-31T12:00:00")
+
+
+def _is_local_date(text: str) -> bool:
+    with suppress(ValueError):
+        datetime.fromisoformat(text)
+        return re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?", text) is not None
+    return False

@@ -21,8 +21,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
-from ppocli.config import keys, size_limited
-from ppocli.config.gone import with_former_defaults, without_gone_keys
+from ppocli.config import keys
+from ppocli.config.keys import with_former_defaults, without_gone_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
@@ -124,7 +124,7 @@ def read_config(path: Path) -> TrainConfig:
     """
     fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
     try:
-        config = parsed(size_limited.read_bytes(path).decode("utf-8"))
+        config = parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}: it is not a run folder",
                               where=str(path), fix=fix) from None
@@ -161,7 +161,7 @@ def parsed(text: str) -> TrainConfig | None:
     Cached, since a command reads its run's file in several places and parsing takes long.
     """
     try:
-        loaded = OmegaConf.load(io.StringIO(size_limited.check_yaml(text)))
+        loaded = OmegaConf.load(io.StringIO(text))
     except OmegaConfBaseException as error:  # such as half an interpolation
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:

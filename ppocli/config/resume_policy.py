@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config import config_yaml, schema, size_limited, tasks
+from ppocli.config import config_yaml, schema, tasks
 from ppocli.config.text import pasted, shown
 from ppocli.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def kept_texts(run_dir: Path) -> list[str]:
     """The text of config.yaml as the run last accepted it, and the text before that, which is still
     in the file if the run was killed in between; empty for runs of an earlier version."""
     try:
-        record = size_limited.read_json(run_dir / RUN_FILE)
+        record = json.loads((run_dir / RUN_FILE).read_bytes())
     except (OSError, ValueError):
         return []
     return [text for name in (KEPT, BEFORE)

@@ -4,27 +4,23 @@ the raw rows that they name, in files, folders, saved data sets, the Hub, or inl
 import glob
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
 from ppocli.config.keys import row_paths
-from ppocli.config.text import first_line, nearest, pasted
+from ppocli.config.text import nearest
 from ppocli.data import gym_tasks
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file, table_rows, without_nulls
 from ppocli.errors import ConfigError, InputError
 from ppocli.runs import hub
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-_HUB_PAGE = re.compile(r"(?:hf:/|https?://(?:www\.)?(?:huggingface\.co|hf\.co))/datasets/"
-                       r"([\w.-]+/[\w.-]+)(?:/|/(?:tree|viewer)(?:/.*)?)?")
 
 
 @dataclass(kw_only=True)
@@ -124,8 +120,8 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
     ``spec.path`` is a path on this machine if it starts with ``.``, ``/`` or ``~``, exists, ends
     like a prompt file, or can't be a Hub name; relative paths start from the current directory.
     ``builtin:NAME`` stands for prompts that come with ppocli; a pattern such as ``data/*.jsonl``
-    for all files that match, sorted by name; ``{a,b}`` for a, then b; ``https://`` and ``hf://``
-    for a download. Anything else is a data set on the Hub.
+    for all files that match, sorted by name; ``{a,b}`` for a, then b. Anything else is a data set
+    on the Hub.
 
     Args:
         spec: has ``items`` or a ``path``.
@@ -146,7 +142,9 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
         return gym_tasks.gym_rows(spec.path.removeprefix(gym_tasks.PREFIX), spec.kwargs,
                                   spec.column, spec.path_key)
     if "://" in spec.path:
-        return _url_rows(spec, spec.path)
+        raise InputError(f"{spec.path} is an address, and nothing is downloaded from there.",
+                         where=spec.where, fix=f"download it: {spec.path_key}=FILE; or name the "
+                         f"data set on the Hub: {spec.path_key}=OWNER/NAME")
     if names_hub_dataset(spec.path):
         return _hub_rows(spec, spec.path)
     path = (resolve_builtin(spec.path) if spec.path.startswith(BUILTIN_PREFIX)
@@ -259,28 +257,3 @@ def _library_errors(spec: Source, name: str) -> Iterator[None]:
                          f"{spec.key}.split={spec.split}",
                          fix=f"correct it, {spec.key}.name or {spec.key}.split; a private data set "
                          "of the Hub needs `hf auth login`") from error
-
-
-def _url_rows(spec: Source, url: str) -> Iterator[Row]:
-    """The rows of the file at an address that `datasets` can download (``https://``, ``hf://`` and
-    other schemes of fsspec) and keeps in its cache; of a page of the Hub, the data set it shows."""
-    if page := _HUB_PAGE.fullmatch(url):
-        yield from _hub_rows(spec, page[1])
-        return
-    if url.startswith("hf://") and not hub.hub_reachable():
-        hub.go_offline()
-    import datasets
-
-    name = Path(unquote(urlsplit(url).path)).name
-    try:
-        file = str(datasets.DownloadManager().download(url))
-    except Exception as error:  # of fsspec and its servers, of many kinds
-        raise InputError(f"{url} cannot be downloaded: {first_line(error)}", where=spec.where,
-                         fix=f"download it, then {pasted(f'{spec.path_key}={name}')}") from error
-    with tempfile.TemporaryDirectory() as folder:  # the cache names files by hashes
-        link = Path(folder) / name
-        link.symlink_to(file)
-        try:
-            yield from read_file(link, spec.column, typed=spec.noun == "prompt")
-        except InputError as error:
-            raise error.reworded(where=spec.where) from error

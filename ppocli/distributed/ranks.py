@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ppocli.distributed.launchers import my_rank
 from ppocli.errors import OutOfMemoryError, PpocliError
@@ -69,21 +69,14 @@ class Ranks:
         torch.distributed.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over ranks, on the CPU."""
-        return self._reduce(values, "SUM")
-
-    def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum over ranks, on the CPU."""
-        return self._reduce(values, "MAX")
-
     def most(self, count: int) -> int:
         """The largest count of any rank."""
         import torch
 
-        return int(self.max(torch.tensor(count)))
+        return int(self.reduce(torch.tensor(count), "MAX"))
 
-    def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
+    def reduce(self, values: torch.Tensor, operation: Literal["SUM", "MAX"]) -> torch.Tensor:
+        """Element-wise sum or maximum over ranks, on the CPU."""
         import torch
 
         result = values.detach().cpu().clone()
@@ -121,8 +114,10 @@ class Ranks:
                 memory that didn't suffice there only if nothing else went wrong.
             OutOfMemoryError: on this rank ``alone``: the others are still inside of a pass.
         """
-        if self.world == 1:
-            return work()
+        return work() if self.world == 1 else self._together(work, phase)
+
+    def _together(self, work: Callable[[], T], phase: str) -> T:
+        """As :meth:`all_do`, of several ranks."""
         failed: PpocliError | None = None
         result: Any = None
         try:

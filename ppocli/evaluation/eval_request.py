@@ -16,7 +16,7 @@ from typing import Any
 from ppocli.config.config_yaml import literal, read_config
 from ppocli.config.schema import EvalGenerationConfig, EvalPromptsConfig, ModelConfig, TrainConfig
 from ppocli.config.text import Say
-from ppocli.errors import CheckpointError, ConfigError, DiskError
+from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs import atomic, run_folder, trust
 from ppocli.runs.target import Target, find_target
 
@@ -221,16 +221,15 @@ def new_folder(default: Path, request: EvalRequest) -> Path:
     Raises:
         DiskError: the folder can't be made.
     """
-    with naming_output():
-        run_folder.probe_writable(default.parent)
-        if request.overwrite:
-            atomic.make_dirs(default)
-            return default
-        numbered = (default.with_name(f"{default.name}-{n}") for n in itertools.count(2))
-        for path in itertools.chain([default], numbered):
-            with atomic.disk_errors(path), suppress(FileExistsError):
-                path.mkdir()
-                return path
+    run_folder.probe_writable(default.parent)
+    if request.overwrite:
+        atomic.make_dirs(default)
+        return default
+    numbered = (default.with_name(f"{default.name}-{n}") for n in itertools.count(2))
+    for path in itertools.chain([default], numbered):
+        with atomic.disk_errors(path), suppress(FileExistsError):
+            path.mkdir()
+            return path
     raise AssertionError("unreachable")
 
 
@@ -243,7 +242,7 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
     """
     run_folder.refuse_links(folder)
     try:
-        with naming_output(), run_folder.lock(folder):
+        with run_folder.lock(folder):
             if overwrite:
                 for name in _FILES:
                     with atomic.disk_errors(folder / name):
@@ -261,18 +260,3 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
                 folder.rmdir()
                 if folder.parent.name == EVAL:
                     folder.parent.rmdir()
-
-
-@contextmanager
-def naming_output() -> Iterator[None]:
-    """Name the options of an evaluation in the fixes of disk errors."""
-    try:
-        yield
-    except DiskError as error:
-        if error.fix is not None and "output_dir" in error.fix:
-            error.fix = "name another folder: --output DIR"
-        raise
-    except CheckpointError as error:
-        if error.fix is not None:
-            error.fix = error.fix.replace("run_name", "--name")
-        raise

@@ -1,12 +1,12 @@
 """A policy that answers prompts outside of training: for ``ppocli generate``, ``ppocli chat`` and
-``TrainedRun.generate``."""
+``TrainedRun.generate``; and what ``PPOTrainer.generate`` takes and returns."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from ppocli.sampling.prompting import (
 )
 from ppocli.sampling.samples import SAMPLING_KEYS
 from ppocli.training.build_models import ENGINES, sampling_specs
+
+if TYPE_CHECKING:
+    from ppocli.ppo.rollout import Chunk
 
 log = logging.getLogger("ppocli")
 
@@ -161,14 +164,12 @@ def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterato
         yield replace(player, servers=servers)
 
 
-def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
-                     sources: Mapping[str, str] | None = None, *, draws: bool = False
+def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any], *, draws: bool = False
                      ) -> schema.GenerationConfig:
     """The ``generation`` of ``cfg`` with ``changes``; what it sets for evaluation doesn't count.
 
     Args:
         changes: by name, of :data:`CHANGEABLE`.
-        sources: where each change came from, for messages.
         draws: whether lengths are drawn by ``length_sampler``, as in training.
 
     Raises:
@@ -177,9 +178,8 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
     if unknown := sorted(set(changes) - set(CHANGEABLE)):
         raise ConfigError(f"{unknown[0]!r} is not a sampling setting.",
                           fix=f"one of {', '.join(CHANGEABLE)}")
-    named = {f"generation.{name}": source for name, source in (sources or {}).items()}
     for name, value in changes.items():
-        _check_type(name, value, (sources or {}).get(name))
+        _check_type(name, value)
     # a length that is set is not drawn
     sampler_of_lengths = (cfg.generation.length_sampler
                           if draws and "max_new_tokens" not in changes else None)
@@ -187,19 +187,19 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
                          length_sampler=sampler_of_lengths, **changes)
     problems.raise_problems([
         problem for problem in problems.find_problems(
-            replace(cfg, generation=generation, reward=schema.RewardConfig()), named)
+            replace(cfg, generation=generation, reward=schema.RewardConfig()))
         if problem.key.startswith("generation.")])
     return generation
 
 
-def _check_type(name: str, value: Any, source: str | None) -> None:
+def _check_type(name: str, value: Any) -> None:
     key = keys.schema_keys()[f"generation.{name}"]
     types = {int: Integral, float: Real}.get(key.item, key.item)
     values = list(value) if key.kind == "list" and isinstance(value, list | tuple) else [value]
     right = all(isinstance(each, types) and isinstance(each, bool) == (key.item is bool)
                 for each in values) and (key.kind != "list" or not isinstance(value, str))
     if not right and not (value is None and key.optional):
-        raise ConfigError(f"{name} is {value!r}; it takes {key.expected}.", where=source or name)
+        raise ConfigError(f"{name} is {value!r}; it takes {key.expected}.", where=name)
 
 
 def own_sampling(loaded: LoadedLM) -> dict[str, Any]:
@@ -252,3 +252,66 @@ def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: S
                   for cell in (messages[i] for i in places if messages)])))
     return [score if valid else None
             for score, valid in zip(scores.scores, scores.valid, strict=True)]
+
+
+# In a loop of the user's own ----------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples of the policy, for ``PPOTrainer.step``."""
+
+    prompts: list[str]
+    """as a reward sees them"""
+    responses: list[str]
+    """without special tokens, trimmed at a stop sequence"""
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    """through the token that ended the response"""
+    logprobs: list[list[float]]
+    """of each response token under the policy"""
+    values: list[list[float]]
+    """of the state before each response token; zeros where the decoding pass computes none"""
+    finished: list[bool]
+    """whether a stop token or stop sequence ended the response"""
+    columns: dict[str, list[Any]]
+    """what came with the prompts beside their text"""
+    chunks: "tuple[Chunk, ...]"
+    """the same as tensors, for ``step``"""
+    made_at: int
+    """steps that the policy had made"""
+    temperature: float
+    """that the responses were sampled with"""
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ConfigError("This is a batch, no list of responses.", where="PPOTrainer.generate",
+                          fix="batch.responses or batch.response_ids; or, for tensors as TRL's, "
+                          "generate(queries, return_prompt=False)")
+
+
+def called(cfg: schema.TrainConfig, arguments: Mapping[str, Any]
+           ) -> tuple[schema.GenerationConfig, list[int] | None]:
+    """Generation arguments of one call as ``generation``, and the ids that end a response if they
+    say so.
+
+    Args:
+        arguments: of :data:`CHANGEABLE`; or as TRL's scripts have them for
+            transformers' ``generate``: ``top_k=0.0``, ``min_length=-1``, ``pad_token_id``,
+            ``eos_token_id`` (-1: none).
+
+    Raises:
+        ConfigError: an unknown argument, or a value that makes no sense.
+    """
+    changes = {**arguments}
+    changes.pop("pad_token_id", None)  # lengths say where a response ends
+    if (changes.pop("min_length", None) or 0) > 0:
+        raise ConfigError("min_length counts the prompt's tokens too.", where="min_length",
+                          fix="min_new_tokens=N counts those of the response")
+    if isinstance(changes.get("top_k"), float) and changes["top_k"].is_integer():
+        changes["top_k"] = int(changes["top_k"])
+    ends = changes.pop("eos_token_id", None)
+    if "eos_token_id" in arguments:
+        ends = [i for i in (ends if isinstance(ends, list) else [ends]) if i is not None and i >= 0]
+    return changed_sampling(cfg, changes, draws=True) if changes else cfg.generation, ends

@@ -21,11 +21,11 @@ from ppocli.distributed.ranks import StopFlag, StopRequested
 from ppocli.environments.registry import code_files
 from ppocli.errors import ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import eval_request as files
-from ppocli.evaluation import player, statistics
+from ppocli.evaluation import statistics
 from ppocli.evaluation.eval_request import EvalRequest, Row, base_target
 from ppocli.models.loading import model_config
 from ppocli.models.loading.load_adapters import tensors_digest
-from ppocli.models.loading.tokenizer import load_tokenizer, present, tells_date, tokenizers_of
+from ppocli.models.loading.tokenizer import load_tokenizer, present
 from ppocli.ppo.policy_samples import evaluate_chunks, evaluation_size
 from ppocli.ppo.session import EvalSession, build_eval_session
 from ppocli.publish import pictures
@@ -37,10 +37,6 @@ from ppocli.training.task import Evaluation, PythonObjects, StepContext, TaskSet
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
 """called with the role of the model (policy, against, base), samples so far, and samples in all"""
-_REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style", "step_separator",
-                "step_fn")
-_PLAIN_STYLE = (("style", "ppocli"), ("step_separator", None), ("step_fn", None))
-"""of rewards that are written for ppocli; their runs may have ``style: auto``"""
 
 
 @dataclass(slots=True)
@@ -98,10 +94,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     try:
         with open_backend(cfg.hardware, target.run_dir) as backend:
             session = _session(cfg, backend, objects, "policy", target, None)
-            if target.run_dir is None:
-                _say_declared(session, request)
             settings = _settings_of(session, targets, request.frontier)
-            _say_changed(target, request, cfg, settings["base_digest"])
             folder = files.new_folder(default, request)
             work = _Work(request, session, targets, objects, stop, watch, folder, settings)
             del session  # else its model would stay in memory together with the next one
@@ -124,19 +117,17 @@ def _settings_of(session: EvalSession, targets: dict[str, Target], frontier: boo
     plays = {} if cfg.env.fn is None else {"env": asdict(cfg.env)}
     code = [path for judge in judges for path in judge.code_files]
     code += code_files(cfg.env) if plays else []
-    dated = any(map(tells_date, (session.tokenizer, *tokenizers_of(session.reward))))
     return {
         "seed": cfg.seed, **plays, "frontier": frontier,
         "targets": [target.model for target in targets.values()],
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
         "prompts": {**asdict(cfg.prompts), "chat": bool(cfg.prompts.chat),
                     "digest": session.eval_prompts.digest(), "count": len(session.eval_prompts)},
-        "reward": {key: value for key, value in asdict(cfg.reward).items()
-                   if key in _REWARD_KEYS and (key, value) not in _PLAIN_STYLE},
+        "reward": asdict(cfg.reward),
         # code that was typed in has no file
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
-        "model": asdict(cfg.model) | ({} if dated else {"chat_template_date": None}),
+        "model": asdict(cfg.model),
         "base_digest": session.reference_digest(), "chunk_size": session.chunk_size,
         "forward_rows": session.forward_rows, "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision}
@@ -151,29 +142,6 @@ def _without_own_reference(cfg: TrainConfig, target: Target) -> TrainConfig:
         log.info("no KL: the base of this model is not known; to name it: model.path=FOLDER")
         return config_yaml.with_values(cfg, {"model.reference.kind": "none"})
     return cfg
-
-
-def _say_declared(session: EvalSession, request: EvalRequest) -> None:
-    """Log what a bare model's generation_config.json declares: it is not followed, since models
-    are compared under equal sampling."""
-    spec = session.eval_sampling
-    words = [f"generation.{name}={str(value).lower()}"
-             for name, value in player.own_sampling(session.loaded).items()
-             if getattr(spec, name) != value]
-    if left := [word for word in words if not request.sets(word.partition("=")[0])]:
-        log.info("the model's generation_config.json is not followed; to sample as it says: %s",
-                 " ".join(left))
-
-
-def _say_changed(target: Target, request: EvalRequest, cfg: TrainConfig, base: str | None) -> None:
-    """Warn if a run's base, loaded again by its name, has other weights than in training."""
-    if target.run_dir is None or any(map(request.sets, (
-            "model.path", "model.revision", "model.dtype"))):
-        return
-    trained = run_folder.RunFolder(target.run_dir).started_with().get("reference model")
-    if trained and base and trained != base:
-        log.warning("the weights of %s have changed since %s was trained against them: the KL is "
-                    "to what they are now", cfg.model.path, target.run_dir)
 
 
 def _targets(request: EvalRequest, target: Target, cfg: TrainConfig) -> dict[str, Target]:
@@ -215,9 +183,6 @@ def _evaluate(work: _Work) -> dict[str, Any]:
     sizes = {role: len(texts) * (statistics.BASE_SAMPLES if role == "base" else each)
              for role in work.targets}
     log.info("%s, %s each", counted(len(texts), "prompt"), counted(each, "response"))
-    if "base" in sizes:
-        log.info("--frontier costs %d more responses (%d of %s to each prompt) and as many rewards",
-                 sizes["base"], statistics.BASE_SAMPLES, work.targets["base"].name)
     try:
         with run_logs.JsonlWriter(work.folder / files.SAMPLES) as writer:
             for role, target in work.targets.items():
@@ -263,22 +228,16 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
     total, prompts = evaluation_size(session), len(session.eval_prompts)
     work.digests[role] = tensors_digest(session.policy.lm.state_dict())
     work.watch(role, work.num_samples, in_all)
-    announce = role == "policy" and "base" in work.targets
     with session.sampler.acting(session.policy) as policy:
         chunks = evaluate_chunks(session, session.context(work.stop), policy)
         while len(rows) < total:
             # rewards that draw random numbers draw the same ones in every evaluation
             seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
-            begun = monotonic()
             new = [{"model": role, "number": number, "prompt_index": number % prompts,
                     "sample": number // prompts, "metrics": {}, **sample}
                    for number, sample in enumerate(next(chunks), start=len(rows))]
             writer.append(new)
             rows += run_logs.finite_or_null(new)
-            if announce:
-                seconds = (monotonic() - begun) / len(new) * prompts * statistics.BASE_SAMPLES
-                log.info("--frontier will take about %.0f s more (by the first chunk)", seconds)
-                announce = False
             work.watch(role, work.num_samples, in_all)
 
 

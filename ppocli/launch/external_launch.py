@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 _WAIT = timedelta(seconds=schema.HardwareConfig().timeout_seconds)
 # how long ranks wait for each other at the end, in order to leave with the same exit code
 _PARTING_SECONDS = 5.0
-_ACCELERATE = {
-    "MIXED_PRECISION": lambda hardware: ("no", hardware.precision),
-    "USE_DEEPSPEED": lambda hardware: ("true",) if hardware.zero_stage else (),
-    "USE_CPU": lambda hardware: () if hardware.device == "cuda" else ("true",),
-    "USE_FSDP": lambda hardware: (), "DYNAMO_BACKEND": lambda hardware: ("no",)}
-"""variables of ``accelerate launch`` after ACCELERATE_, with the values that fit the settings.
-Names: ``huggingface/accelerate:src/accelerate/utils/launch.py``"""
 
 
 def open_store(launched: Launched, topic: str = "") -> Any:
@@ -119,7 +112,6 @@ def placed(checked: "Checked", launched: Launched) -> "Checked":
         ConfigError: a key on the command line contradicts the launcher.
     """
     hardware, world = checked.config.hardware, launched.world
-    _check_accelerate(hardware)
     # settings of a file, such as a hardware group, give way to the launcher
     set_keys = {key for key, source in checked.sources.items()
                 if source == command_words.COMMAND_LINE}
@@ -141,15 +133,3 @@ def placed(checked: "Checked", launched: Launched) -> "Checked":
     return replace(checked, config=replace(checked.config, hardware=replace(
         hardware, num_processes=each, num_nodes=world // each,
         device="cpu" if on_cpu else hardware.device)))
-
-
-def _check_accelerate(hardware: schema.HardwareConfig) -> None:
-    """Raise ConfigError if ``accelerate launch`` was told something else than the settings say."""
-    environ = {name: os.environ.get(f"ACCELERATE_{name}", "").lower() for name in _ACCELERATE}
-    if wrong := [f"{name.lower()}={environ[name]}" for name, fitting in _ACCELERATE.items()
-                 if environ[name] not in ("", "false", *fitting(hardware))]:
-        raise ConfigError(
-            f"accelerate launch was called with {', '.join(wrong)}, which contradicts the settings "
-            f"hardware.precision={hardware.precision}, hardware.zero_stage={hardware.zero_stage} "
-            f"and hardware.device={hardware.device}.", where="accelerate launch",
-            fix="leave these options of accelerate out, and set hardware.* keys instead")

@@ -108,6 +108,7 @@ def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None
         with run_folder.reserved(run_dir):
             try:
                 refuse_taken(run_dir, config)  # another process may have made a run here meanwhile
+                atomic.sweep(run_dir)
                 run_folder.probe_writable(run_dir)
                 for key, path in _models_in(run_dir, config):
                     with atomic.disk_errors(path):

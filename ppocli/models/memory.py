@@ -150,7 +150,8 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
         config.num_labels = 1
     lm = _outline(model, "model.path", config, auto, DTYPES[dtype])
     model_config.check_text_alone(lm)
-    head = trunk = None
+    head: Any = None
+    trunk: Any = None
     with model_config.loading(f"outline of {model.path}", "model.path"):
         if adapter is not None:
             settings = peft_config(tasks.adapter_settings(model), revision=model.revision,

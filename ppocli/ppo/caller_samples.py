@@ -279,7 +279,7 @@ def masked(chunks: Sequence[Chunk], masks: Sequence[Any], scores: Any) -> tuple[
                                   fix="give one value for each token, not 0 where it trains")
             kept[row, :length] = torch.tensor(mask).bool()
         out = chunk.out.only(kept)
-        parts.append(replace(chunk, out=out, samples=out.first(size)))
+        parts.append(replace(chunk, out=out, samples=out.rows(slice(size))))
         start += size
     if isinstance(scores, (list, tuple)) and len(scores) == count:
         scores = [[value for value, kept in zip(_plain(score), mask, strict=True) if kept]

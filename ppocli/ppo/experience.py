@@ -31,6 +31,8 @@ log = logging.getLogger("ppocli")
 
 POLICY, CRITIC = "all", "critic"
 """parts of an update: policy and value function, and the latter alone"""
+CAREFUL = 1.41e-5
+"""learning rate at which a first step is short on models of any size: the default"""
 FIRST_RATE = 0.1
 """share of the learning rate with which a steered run begins: Adam's first steps are as long as its
 rate, whatever the gradient, and a first step that is too long leaves the model's language"""
@@ -87,6 +89,12 @@ class Experience:
         """Tokens of a sample that are in the loss, on average."""
         counted = self.response_mask if self.extras.counts is None else self.extras.counts
         return float(counted.sum()) / len(self.sequences)
+
+
+def first_rate(lr: float) -> float:
+    """The factor on ``ppo.optimizer.lr`` in the first step: a tenth, so that a rate which is much
+    too large does no harm, but as much of a small one as makes :data:`CAREFUL`."""
+    return max(FIRST_RATE, CAREFUL / max(lr, CAREFUL))
 
 
 @dataclass(frozen=True, slots=True)

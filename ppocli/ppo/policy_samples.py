@@ -55,7 +55,7 @@ def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local
              spec: SamplingSpec) -> Chunk:
     """Samples with their responses as text, trimmed as ``spec`` has it, or of episodes the
     transcripts; the first ``num_local`` are this rank's own."""
-    prompts, samples = prompts.first(num_local), out.first(num_local)
+    prompts, samples = prompts.first(num_local), out.rows(slice(num_local))
     texts = [episode.transcript for episode in samples.episodes] if samples.episodes is not None \
         else decode_responses(session.tokenizer, contexts_of(session, prompts), samples.action_ids,
                               spec)

@@ -16,7 +16,7 @@ from ppocli.models.loading.tokenizer import tokenizers_of
 from ppocli.models.policy import CopyReference, follow
 from ppocli.models.sharded_weights import ShardedCopy
 from ppocli.ppo import rollout_sources, step, step_metrics
-from ppocli.ppo.experience import FIRST_RATE, POLICY, Experience, PPOState, after_step
+from ppocli.ppo.experience import POLICY, Experience, PPOState, after_step, first_rate
 from ppocli.ppo.losses import PPOLoss
 from ppocli.ppo.policy_samples import evaluate
 from ppocli.ppo.rollout import Rollout
@@ -36,8 +36,6 @@ EARLY_STOP = 1.5
 GROWTH = 1.5
 """power of the number of updates with which their KL grows: 1 if updates are noise, 2 if all go the
 same way"""
-CAREFUL = 1.41e-5
-"""learning rate at which a first step is short on models of any size: the default"""
 NO_GRADIENT = 1e-7
 """norm of a gradient that is rounding: its updates change no weight, and their KL is rounding"""
 LARGEST_CHANGE = 8.0
@@ -77,9 +75,23 @@ class PPOTask(task.Task):
 
     def collect(self, state: TrainState, context: task.StepContext) -> Rollout:
         """As :class:`Task`: sample, score, measure."""
-        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
+        ppo, size = self.cfg.ppo, self.length.samples_per_step
         start = state.episodes + PPOState.from_json(state.task).left_out
         left = self.length.total_samples - state.episodes
+        if ppo.dynamic_sampling or self.cfg.rollout.ahead or ppo.staleness or state.tensors:
+            return self._collect_elsewhere(state, context, start, left)
+        context.clock.mark("other")
+        return step.collect_rollout(self.session, context, start, min(size, left))
+
+    def _collect_elsewhere(self, state: TrainState, context: task.StepContext, start: int,
+                           left: int) -> Rollout:
+        """As :meth:`collect`, by a way of :mod:`ppocli.ppo.rollout_sources`.
+
+        Args:
+            start: number of the next sample.
+            left: samples that the run still has to learn from.
+        """
+        cfg, session, size = self.cfg, self.session, self.length.samples_per_step
         count = min(size, left)
         episodes = range(start, start + count)
         if cfg.ppo.dynamic_sampling is not None:
@@ -88,12 +100,9 @@ class PPOTask(task.Task):
             batch, self._ahead = rollout_sources.collect_ahead(
                 session, context, self._ahead, episodes, start + min(2 * size, left))
             return batch
-        if cfg.ppo.staleness or state.tensors:
-            return rollout_sources.collect_stale(
-                session, context, state.tensors, episodes,
-                start + min((1 + cfg.ppo.staleness) * size, left))
-        context.clock.mark("other")
-        return step.collect_rollout(session, context, start, count)
+        return rollout_sources.collect_stale(
+            session, context, state.tensors, episodes,
+            start + min((1 + cfg.ppo.staleness) * size, left))
 
     def plan(self, state: TrainState, batch: Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -130,13 +139,16 @@ class PPOTask(task.Task):
         ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
         examples, count = atoms.extras.examples, len(atoms.sequences)
         if examples is not None and int(rows[0]) >= count:
-            nll, tokens = examples_loss(self.session, examples, rows - count, weights)
-            total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
-            values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
-        else:
-            of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
-            total = of_policy.total
-            values = [*of_policy, *[total.new_zeros(())] * (len(self.terms) - len(of_policy))]
+            return self._loss_of_examples(examples, rows - count, weights)
+        of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
+        zeros = [of_policy.total.new_zeros(())] * (len(self.terms) - len(of_policy))
+        return task.LossTerms(of_policy.total, torch.stack([*of_policy, *zeros]).detach(), tokens)
+
+    def _loss_of_examples(self, examples: Examples, rows: torch.Tensor, weights: torch.Tensor
+                          ) -> task.LossTerms:
+        nll, tokens = examples_loss(self.session, examples, rows, weights)
+        total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
+        values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
         return task.LossTerms(total, torch.stack(values).detach(), tokens)
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
@@ -320,12 +332,6 @@ def kl_of_updates(updates: Sequence[Mapping[str, float]], mean_tokens: float) ->
         return 0.0
     share = math.fsum((made / count) ** GROWTH for made in range(count))
     return mean_tokens * (max(math.fsum(kl - kls[0] for kl in kls), 0.0) / share)
-
-
-def first_rate(lr: float) -> float:
-    """The factor on ``ppo.optimizer.lr`` in the first step: a tenth, so that a rate which is much
-    too large does no harm, but as much of a small one as makes :data:`CAREFUL`."""
-    return max(FIRST_RATE, CAREFUL / max(lr, CAREFUL))
 
 
 def next_rate(rate: float, kl: float, target: float) -> float:

@@ -55,7 +55,7 @@ def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, 
         with session.sampler.acting(session.policy) as policy:
             samples = Samples.joined(list(sample_policy(
                 session, context, policy, prompts, session.sampling, ROLLOUT)))
-        parts.append(_gathered(session, samples.first(num_local), until - first))
+        parts.append(_gathered(session, samples.rows(slice(num_local)), until - first))
     waiting = Samples.joined(parts)
     context.clock.mark("rollout")
     rollout = collect_rollout(session, context, episodes.start, count, waiting.rows(slice(count)))
@@ -123,7 +123,7 @@ def collect_ahead(session: Session, context: StepContext, before: Ahead | None, 
     begun = before.begun
     share = session.backend.ranks.all_do(
         lambda: begun.take(slice(None), context.stop.check), "rollout")
-    samples = _gathered(session, share.first(before.num_local), len(episodes))
+    samples = _gathered(session, share.rows(slice(before.num_local)), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
     context.clock.mark("rollout")
     return collect_rollout(session, context, episodes.start, len(episodes), samples), after

@@ -14,7 +14,6 @@ from typing import Any
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import config_yaml, schema, secrets, tasks
 from ppocli.config.text import clean, figure
-from ppocli.publish import pictures
 from ppocli.runs import atomic, hub, model_files
 from ppocli.runs.listing import last_part, source_names
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, read_run
@@ -24,7 +23,7 @@ from ppocli.version import __version__
 
 log = logging.getLogger("ppocli")
 
-CARD, CURVE = "README.md", "curve.svg"
+CARD = "README.md"
 AUTO_CLASSES = {"CAUSAL_LM": "ForCausalLM", "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
                 "SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 """PEFT's types of tasks and the ends of names of transformers' classes for them"""
@@ -34,9 +33,6 @@ _PIPELINES = {"CAUSAL_LM": "text-generation", "SEQ_2_SEQ_LM": "text2text-generat
 _FIRST_FIGURES = ("reward_mean", "kl_mean", "accuracy", "loss", "perplexity", "margin_mean", "ece",
                   "response_tokens_mean")
 _TAGS = {"sft": ["sft"], "reward_model": ["reward-model", "rlhf"]}
-_CURVES = (("Loss", "loss/total", "eval/loss", "nats"), ("Accuracy", "", "eval/accuracy", "share"),
-           ("Mean reward", "reward/mean", "eval/reward_mean", ""),
-           ("KL from the starting model", "objective/kl", "eval/kl_mean", "nats per response"))
 _LONGEST_TEXT = 300
 _NUM_SAMPLES = 4
 
@@ -120,11 +116,7 @@ def masked(text: str) -> str:
 
 
 def task_of(folder: Path) -> str:
-    """What the model or the adapter in ``folder`` is for, as PEFT calls it: ``CAUSAL_LM``.
-
-    Raises:
-        InputError: an adapter for something else than ``AUTO_CLASSES``.
-    """
+    """What the model or the adapter in ``folder`` is for, as PEFT calls it: ``CAUSAL_LM``."""
     config = atomic.read_json(folder / "config.json") or {}
     return model_files.task_type(folder, SimpleNamespace(**{"architectures": [], **config}))
 
@@ -149,7 +141,7 @@ def render_card(folder: Path, facts: Provenance, *, location: str, dtype: str | 
         # Markdown, not HTML: what comes from outside passes ``escaped`` or ``code`` in the template
         escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
         facts=facts, run=facts.run, config=config, adapter=model_files.is_adapter(folder),
-        scorer=task_of(folder) == "SEQ_CLS", curve=(folder / CURVE).is_file(), dtype=dtype,
+        scorer=task_of(folder) == "SEQ_CLS", dtype=dtype,
         settings=(folder / "training_config.yaml").is_file(),
         chat=(folder / "chat_template.jinja").is_file(), auto=AUTO_CLASSES[task_of(folder)],
         location=json.dumps(location), command=command.replace("```", ""),
@@ -233,18 +225,3 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     names += [name for name in after if name.startswith(("reward/", "metrics/"))]
     return [(name, figure(before.get(name), 3), figure(after[name], 3))
             for name in names or after]  # all figures of a task from outside
-
-
-def curve(run: RunRecord) -> str | None:
-    """``curve.svg``: figures of the training over its steps, dots of the evaluations; None for a
-    run without any figure, and without matplotlib."""
-    panels = [pictures.Panel(title, [pictures.Line("training", run.series(trained),
-                                                   evaluated=run.series(evaluated))], y_label=unit)
-              for title, trained, evaluated, unit in _CURVES
-              if run.series(trained) or run.series(evaluated)]
-    if not panels:
-        return None
-    if not pictures.installed():
-        log.info("%s is left out, since matplotlib is missing: pip install 'ppocli[plot]'", CURVE)
-        return None
-    return pictures.draw(panels).decode()

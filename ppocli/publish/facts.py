@@ -19,7 +19,7 @@ from ppocli.config.text import BLOCKS, finite_number, first_line, printable, sha
 from ppocli.errors import PpocliError
 from ppocli.evaluation.eval_request import read_result
 from ppocli.publish.curves import curves_of, run_labels
-from ppocli.runs import atomic, manifest, retention, run_folder
+from ppocli.runs import atomic, retention, run_folder
 from ppocli.runs.environment import ENV_FILE
 from ppocli.runs.episode import transcript_turns
 from ppocli.runs.listing import source_names
@@ -207,8 +207,8 @@ def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row
     checkpoints = []
     for step, folder in retention.list_steps(run.checkpoints):
         try:
-            size, problem = manifest.check_folder(folder, step=step, verify="size").total_bytes, ""
-        except (manifest.Invalid, PpocliError) as error:
+            size, problem = retention.check_folder(folder, step=step, verify="size").total_bytes, ""
+        except (retention.Invalid, PpocliError) as error:
             size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)

@@ -16,8 +16,6 @@ from ppocli.errors import CheckpointError, ConfigError, HubError
 from ppocli.publish.card import (
     AUTO_CLASSES,
     CARD,
-    CURVE,
-    curve,
     masked,
     provenance_of,
     render_card,
@@ -255,8 +253,6 @@ def write_export(plan: ExportPlan, check: Callable[[], None]) -> dict[str, Any]:
         if facts.run is not None:
             (folder / "training_config.yaml").write_text(yaml_text(each_text(
                 asdict(facts.run.config), masked)), encoding="utf-8")
-            if (drawing := curve(facts.run)) is not None:
-                (folder / CURVE).write_text(masked(drawing), encoding="utf-8")
         (folder / CARD).write_text(render_card(folder, facts, location=plan.location, dtype=dtype),
                                    encoding="utf-8")
         record.update(each_text({

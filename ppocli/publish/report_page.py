@@ -1,11 +1,10 @@
-"""A gathered report as a page or as Markdown, from this package's templates; where it is written,
-and which files it never replaces."""
+"""A gathered report as a page, from this package's template; where it is written, and which files
+it never replaces."""
 
 import math
 import os
-import re
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,23 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ppocli.config.text import figure, format_bytes, printable, sparkline
-from ppocli.errors import ConfigError, DiskError
+from ppocli.config.text import figure, format_bytes, printable
+from ppocli.errors import ConfigError
 from ppocli.publish.facts import SHOWN, spreads
 from ppocli.runs import atomic, run_folder
 
-FORMATS = ("html", "md")
 _VENDOR = "vendor/uPlot"
 """the library that draws the page's curves, copied together with its license"""
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
-def render(report: dict[str, Any], form: str) -> str:
-    """The report of :func:`ppocli.publish.facts.gather` as text.
-
-    Args:
-        form: ``html``, one page that needs nothing else, or ``md``.
-    """
+def render(report: dict[str, Any]) -> str:
+    """The report of :func:`ppocli.publish.facts.gather` as one page that needs nothing else."""
     loader = PackageLoader("ppocli.publish")
     environment = Environment(
-        loader=loader, autoescape=form == "html", trim_blocks=True,
+        loader=loader, autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters |= {
-        "number": number, "rounded": rounded, "visible": printable, "inline": inline, "code": code,
-        "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
+        "number": number, "rounded": rounded, "visible": printable, "verdict": _verdict,
         "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %"}
     phases, score_spreads = report["phases"], spreads(report["samples"])
@@ -47,7 +39,7 @@ def render(report: dict[str, Any], form: str) -> str:
             f"{_VENDOR}.iife.min.js", f"{_VENDOR}.LICENSE", "report.js", f"{_VENDOR}.min.css",
             "report.css"))
     script = f"{library}/*\n{license_of}\n*/\n{ours}"
-    return environment.get_template(f"report.{form}.jinja").render(
+    return environment.get_template("report.html.jinja").render(
         report=report, samples=report["samples"], spreads=score_spreads,
         figures={row["name"]: row for row in report["outcome"]}, shown=SHOWN, total_time=total,
         script=Markup(script), style=Markup(f"{style}\n{our_style}"),
@@ -78,41 +70,6 @@ def _verdict(figures: tuple[float | None, float | None]) -> str:
     return ("+" if change >= 0 else "-") + rounded(abs(change))
 
 
-def inline(value: Any) -> str:
-    """Any text as literal Markdown, on one line and after other words, or in a table's cell."""
-    text = " ".join(printable(str(value)).split())
-    return _MARKDOWN.sub(r"\\\1", text)
-
-
-def code(value: Any) -> str:
-    """Any text as inline code in a Markdown table's cell, on one line."""
-    text = " ".join(printable(str(value)).split()).replace("|", "\\|")
-    ticks = "`" * (_longest_run(text) + 1)
-    pad = " " if "`" in text else ""
-    return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
-
-
-def fenced(text: str, language: str = "text") -> str:
-    """A Markdown code block that ``text`` can't end: its fence is longer than any in it."""
-    fence = "`" * max(3, _longest_run(text) + 1)
-    return f"{fence}{language}\n{printable(text)}\n{fence}"
-
-
-def _longest_run(text: str) -> int:
-    return max((len(run) for run in re.findall("`+", text)), default=0)
-
-
-def labelled(rows: Sequence[tuple[str, str]]) -> str:
-    """(label, text) as lines in columns; further lines of a text are indented."""
-    width = max(len(label) for label, _ in rows)
-    lines = []
-    for label, text in rows:
-        first, *more = printable(text).split("\n")
-        lines.append(f"{label.ljust(width)} | {first}".rstrip())
-        lines += [f"{' ' * width} | {line}".rstrip() for line in more]
-    return "\n".join(lines)
-
-
 def number(value: float | None) -> str:
     """A figure in few characters: ``0.466``, ``1,234``, ``9.7e-04``; ``-`` for none."""
     if value is None or not math.isfinite(value):
@@ -137,40 +94,38 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-NAME = "report"
-_OURS = re.compile(rb'(?:<meta name="generator" content="|<!-- generator: )ppocli report ')
+NAME = "report.html"
+_OURS = b'<meta name="generator" content="ppocli report '
 _HEAD = 2048
 
 
-def destinations(run_dir: Path, output: Path | None) -> list[tuple[Path, str]]:
-    """Files to be written, each with its format: both in the run's folder or in an existing one
-    that the user named, or one file, whose suffix tells the format.
+def destination(run_dir: Path, output: Path | None) -> Path:
+    """The file to be written: in the run's folder, in an existing one that the user named, or the
+    file that the user named.
 
     Raises:
-        ConfigError: the suffix tells no format.
+        ConfigError: that isn't called a page.
     """
     if output is None or os.path.isdir(output):
-        return [((output or run_dir) / f"{NAME}.{form}", form) for form in FORMATS]
-    if (form := output.suffix.lower().removeprefix(".")) not in FORMATS:
-        raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
-                          fix="end it in .html or .md")
-    return [(output, form)]
+        return (output or run_dir) / NAME
+    if output.suffix.lower() != ".html":
+        raise ConfigError(f"{output} is no name of a page.", where="--output",
+                          fix="end it in .html")
+    return output
 
 
-def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
+def check_replaceable(path: Path, overwrite: bool) -> None:
     """Refuse, before anything is written, to replace a file that is not one of our reports.
 
     Raises:
         ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.
     """
-    for path in paths:
-        if os.path.isdir(path):
-            raise ConfigError(f"{path} is a folder.", where=str(path),
-                              fix="name a file: --output FILE")
-        if os.path.exists(path) and not overwrite and not _OURS.search(path.read_bytes()[:_HEAD]):
-            raise ConfigError(f"{path} exists and was not written by ppocli report.",
-                              where=str(path), fix="choose another file with --output, or replace "
-                              "it with --overwrite")
+    if os.path.isdir(path):
+        raise ConfigError(f"{path} is a folder.", where=str(path),
+                          fix="name a file: --output FILE")
+    if os.path.exists(path) and not overwrite and _OURS not in path.read_bytes()[:_HEAD]:
+        raise ConfigError(f"{path} exists and was not written by ppocli report.", where=str(path),
+                          fix="choose another file with --output, or replace it with --overwrite")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -179,9 +134,5 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses, or a file is where a folder should be.
     """
-    try:
-        run_folder.probe_writable(path.absolute().parent)
-        atomic.write_atomic(path, content)
-    except DiskError as error:
-        raise error.reworded(fix="name a file on another disk or in another folder: --output FILE"
-                             ) from error
+    run_folder.probe_writable(path.absolute().parent)
+    atomic.write_atomic(path, content)

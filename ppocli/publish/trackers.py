@@ -37,8 +37,6 @@ log = logging.getLogger("ppocli")
 
 FINISH_SECONDS = 10.0
 """seconds that all trackers together may take to finish"""
-SILENT_SECONDS = 120.0
-"""seconds on one row after which a tracker counts as hanging"""
 QUEUE_ROWS = 1000
 """rows and tables that may wait for a tracker before further ones are dropped"""
 TABLE_ROWS = 64
@@ -65,7 +63,6 @@ class ThreadTracker:
         self._name, self._folder, self._cfg = name, folder, cfg
         self._record = folder.path / "trackers" / (re.sub(r"\W+", "-", Path(name).name) + ".json")
         self._waiting: queue.Queue[tuple[str, Any]] = queue.Queue(QUEUE_ROWS)
-        self._busy_since: float | None = None
         self._warned = self._too_late = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
         self._thread.start()
@@ -94,9 +91,6 @@ class ThreadTracker:
             self._waiting.put_nowait((kind, what))
         except queue.Full:
             self._warn(f"it is {QUEUE_ROWS} rows behind; those that follow are left out")
-        since = self._busy_since
-        if since is not None and monotonic() - since > SILENT_SECONDS:
-            self._warn(f"no answer for {SILENT_SECONDS:.0f} seconds")
 
     def _warn(self, cause: str) -> None:
         """Report what failed, once."""
@@ -106,7 +100,6 @@ class ThreadTracker:
 
     def _serve(self) -> None:
         """Open the tracker, log what comes, and close it."""
-        self._busy_since = monotonic()
         lost = "; nothing is logged there"
         try:
             record = read_json(self._record) or {}
@@ -116,9 +109,7 @@ class ThreadTracker:
             self._keep(opened.run_id, last)
             evaluated: tuple[int, Rows] = (-1, [])
             while True:
-                self._busy_since = None
                 kind, what = self._waiting.get()
-                self._busy_since = monotonic()
                 if kind == "finish":
                     return opened.close(what)
                 if kind == "samples":
@@ -127,8 +118,6 @@ class ThreadTracker:
                     self._log(opened, what, evaluated[1] if evaluated[0] == step else [], step)
         except (Exception, SystemExit) as error:
             self._warn(cause_of(error) + lost)
-        finally:
-            self._busy_since = None
 
     def _log(self, opened: "AccelerateTracker | ClassTracker", figures: dict[str, Any],
              samples: Rows, step: int) -> None:

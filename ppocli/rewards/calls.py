@@ -38,6 +38,11 @@ def fresh(cells: Sequence[Any]) -> list[Any]:
     return [copy.deepcopy(cell) if isinstance(cell, (list, dict)) else cell for cell in cells]
 
 
+def column_of(name: str, request: RewardRequest) -> list[Any]:
+    """A new list of a field of the request, one value per sample."""
+    return list(getattr(request, name))
+
+
 def steps_of(request: RewardRequest) -> list[Any]:
     """The steps of each response; where nothing defines them, the column of that name."""
     if request.steps is None:
@@ -56,8 +61,8 @@ def conversations_of(request: RewardRequest) -> list[list[dict[str, Any]]] | Non
 
 ARGUMENTS: Mapping[str, Source] = {
     "samples": lambda r: list(map(add, r.prompts, r.responses)),
-    "prompts": lambda r: list(r.prompts),
-    **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
+    "prompts": partial(column_of, "prompts"),
+    **dict.fromkeys(("outputs", "responses", "completions"), partial(column_of, "responses")),
     **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
                     lambda r: [list(ids) for ids in r.response_ids]),
     "chats": conversations_of,
@@ -234,16 +239,26 @@ def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeo
         except STOPS:
             raise
         except BaseException as error:
-            place = raised_at(error, function.located.file)
             failures += 1
-            if failures > retries:
-                tries = f", {failures} times in a row," if failures > 1 else ""
-                raise RewardError(
-                    f"{function.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
-                    f"  {_batch(request)}", where=place or key,
-                    fix="correct the function; reward.retries=N repeats a failed call") from error
-            log.warning("%s raised %s at %s; trying again (%d of %d)", function.label,
-                        error_line(error), place, failures, retries)
+            _warn_of_failure(function, request, error, failures, retries)
+
+
+def _warn_of_failure(function: RewardFunction, request: RewardRequest, error: BaseException,
+                     failures: int, retries: int) -> None:
+    """Warn of a call that failed, ``failures`` times in a row by now.
+
+    Raises:
+        RewardError: it was one failure too many.
+    """
+    place = raised_at(error, function.located.file)
+    if failures > retries:
+        tries = f", {failures} times in a row," if failures > 1 else ""
+        raise RewardError(
+            f"{function.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
+            f"  {_batch(request)}", where=place or function.located.key,
+            fix="correct the function; reward.retries=N repeats a failed call") from error
+    log.warning("%s raised %s at %s; trying again (%d of %d)", function.label, error_line(error),
+                place, failures, retries)
 
 
 def _batch(request: RewardRequest) -> str:

@@ -7,7 +7,7 @@ index, its text and what was expected.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -53,17 +53,8 @@ def read_scores(function: RewardFunction, request: RewardRequest, returned: Any)
         value = _plain(value)
         if value is None:
             return None
-        if not isinstance(value, (list, tuple)):
-            return _number(value)
-        numbers = [math.nan if item is None else _number(item) for item in value]
-        if noun == "token" and function.style.align is not None:
-            numbers = function.style.align(numbers, request, index)
-        places = request.step_ends[index] if noun == "step" else range(
-            len(request.response_ids[index]))
-        if len(numbers) != len(places):
-            raise BadValue(f"a list of {counted(len(numbers), 'number')}, but the response has "
-                           f"{counted(len(places), noun)},")
-        return on_tokens(numbers, places, len(request.response_ids[index]))
+        return _token_scores(function, request, index, value, noun) if isinstance(
+            value, (list, tuple)) else _number(value)
 
     scores = _each(function, request, returned, read, fix)
     if {float, list} <= set(map(type, scores)):
@@ -72,6 +63,27 @@ def read_scores(function: RewardFunction, request: RewardRequest, returned: Any)
         raise sample_error(function, request, index, f"{_kind(scores[index])}, but "
                            f"{'lists' if first is list else 'numbers'} for those before it,", fix)
     return scores
+
+
+def _token_scores(function: RewardFunction, request: RewardRequest, index: int,
+                  value: Sequence[Any], noun: str) -> list[float]:
+    """One float per response token of a sample, from its numbers per token or per step.
+
+    Args:
+        noun: ``token`` or ``step``.
+
+    Raises:
+        BadValue: there are not as many of them.
+    """
+    numbers = [math.nan if item is None else _number(item) for item in value]
+    if noun == "token" and function.style.align is not None:
+        numbers = function.style.align(numbers, request, index)
+    places = request.step_ends[index] if noun == "step" else range(
+        len(request.response_ids[index]))
+    if len(numbers) != len(places):
+        raise BadValue(f"a list of {counted(len(numbers), 'number')}, but the response has "
+                       f"{counted(len(places), noun)},")
+    return on_tokens(numbers, places, len(request.response_ids[index]))
 
 
 def read_step_ends(function: RewardFunction, request: RewardRequest, returned: Any

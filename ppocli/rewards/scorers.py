@@ -311,11 +311,14 @@ class SampleReader:
                 stop -= 1
             for rows in columns.values():
                 rows[i] = rows[i][start:stop]
-        if self.end:
-            for i, ids in enumerate(columns["input_ids"]):
-                if ids[-len(self.end):] != self.end:
-                    columns["input_ids"][i] = [*ids, *self.end]
-                    columns["attention_mask"][i] = [*columns["attention_mask"][i],
-                                                    *[1] * len(self.end)]
-            columns.pop("token_type_ids", None)  # decoders have no use for it
+        return self._ended(columns) if self.end else columns
+
+    def _ended(self, columns: Columns) -> Columns:
+        """The texts with the tokens that end each."""
+        for i, ids in enumerate(columns["input_ids"]):
+            if ids[-len(self.end):] != self.end:
+                columns["input_ids"][i] = [*ids, *self.end]
+                columns["attention_mask"][i] = [*columns["attention_mask"][i],
+                                                *[1] * len(self.end)]
+        columns.pop("token_type_ids", None)  # decoders have no use for it
         return columns

@@ -143,6 +143,13 @@ class Reward(Judge):
                 total += part.weight * (sum(score) if isinstance(score, list) else score)
                 applies = True
         total = total if applies else math.nan
+        if not abs(total) <= score_checks.MAX_FLOAT32:
+            self._check_sum(request, index, scores, total)
+        return total
+
+    def _check_sum(self, request: RewardRequest, index: int, scores: Sequence[Score], total: float
+                   ) -> None:
+        """As :meth:`_sum`, of a sum that is no finite number in float32."""
         if math.isnan(total) and self.cfg.on_invalid != "skip":
             bad = next((k for k, score in enumerate(scores)
                         if score is not None and _loggable(score) is None), 0)
@@ -155,7 +162,6 @@ class Reward(Judge):
             text = shorten(request.prompts[index] + request.responses[index])
             raise RewardError(f"The scores of sample {index} sum to {total:g}, which is infinite "
                               f"in float32: {text}", where="reward", fix="use smaller weights")
-        return total
 
     def _dense(self, request: RewardRequest, index: int, scores: Sequence[Score], valid: bool
                ) -> list[float]:

@@ -5,7 +5,6 @@ the old content or the new one. Failures of the disk become :class:`DiskError`.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ppocli.config import size_limited
 from ppocli.config.text import format_bytes
 from ppocli.errors import DiskError, PpocliError
 from ppocli.runs import faults
@@ -33,14 +31,14 @@ _NEARLY_FULL = 1 << 20  # free bytes below which an unexplained write error coun
 _REFUSALS = {
     "Disk full": ([errno.ENOSPC], "free some space"),
     "Disk quota exceeded": ([errno.EDQUOT], "free some space or raise the quota"),
-    "Read-only disk": ([errno.EROFS], "choose a writable output_dir"),
+    "Read-only disk": ([errno.EROFS], "choose a writable folder"),
     "No permission": ([errno.EACCES, errno.EPERM],
-                      "make the folder writable, or choose another output_dir"),
+                      "make the folder writable, or choose another one"),
     "File size limit reached": ([errno.EFBIG], "raise the limit (ulimit -f)"),
     "Disk failure (input/output error)": ([errno.EIO], "check the disk"),
-    "Not a folder": ([errno.ENOTDIR], "choose an output_dir that isn't below a file"),
+    "Not a folder": ([errno.ENOTDIR], "choose a folder that isn't below a file"),
     "Won't follow a link": ([errno.ELOOP], "look where the link leads, and remove it"),
-    "Path too long": ([errno.ENAMETOOLONG], "choose a shorter output_dir or run_name"),
+    "Path too long": ([errno.ENAMETOOLONG], "choose a shorter path"),
 }
 """the system's error numbers of a disk that refuses, and what a user can do"""
 _REASONS = {number: reason for reason, (numbers, _) in _REFUSALS.items() for number in numbers}
@@ -53,12 +51,9 @@ def disk_reason(error: BaseException, folder: Path | None = None) -> str | None:
     ``inline_container``, safetensors a ``SafetensorError`` with "(os error 28)". With ``folder``,
     an unexplained I/O-like error on a disk with less than 1 MiB free counts as "Disk full".
     """
-    link: BaseException | None = error
-    while link is not None:
-        if reason := _reason_of_one(link):
-            return reason
-        # Not __context__: that may be whatever an outer frame happens to be handling.
-        link = link.__cause__
+    # not __context__: that may be whatever an outer frame happens to be handling
+    if reason := _reason_of_one(error) or (error.__cause__ and _reason_of_one(error.__cause__)):
+        return reason
     is_safetensors = type(error).__name__ == "SafetensorError"
     if folder is not None and (is_safetensors or isinstance(error, (OSError, RuntimeError))):
         free = free_bytes(folder)
@@ -105,20 +100,15 @@ def disk_refused(reason: str, path: Path, needed: str | None = None, *, doing: s
 
 
 @contextmanager
-def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn the disk's ``OSError`` inside the block into a :class:`DiskError` naming ``path``.
-
-    Args:
-        path: the file or folder being written.
-        needed: bytes the block writes, where known.
-    """
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the disk's ``OSError`` inside the block into a :class:`DiskError` naming ``path``, the
+    file or folder being written."""
     try:
         yield
     except OSError as error:
         if (reason := disk_reason(error)) is None:
             raise
-        raise disk_refused(reason, path,
-                           None if needed is None else format_bytes(needed)) from error
+        raise disk_refused(reason, path) from error
 
 
 def fsync_dir(path: Path) -> None:
@@ -141,22 +131,21 @@ def sha256_file(path: Path) -> str:
 
 
 @contextmanager
-def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
     """A binary file that replaces ``path`` when the block ends, durably; on an exception it's gone.
 
     The temporary file lies in the same folder and has the permissions the umask gives.
 
     Args:
         path: the file to write; a link there is replaced, not followed.
-        needed: bytes to be written, where known, for the error message.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    with disk_errors(path, needed):
-        descriptor, temporary = _held_temporary(path)
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    with disk_errors(path):
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with temporary.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -168,42 +157,14 @@ def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
         fsync_dir(path.parent)
 
 
-def _held_temporary(path: Path) -> tuple[int, Path]:
-    """Descriptor and name of a new file next to ``path``, locked so that a sweep of the folder
-    skips it. A file that was swept away before it was locked is made again."""
-    while True:
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        if take(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
-            return descriptor, temporary
-        os.close(descriptor)
-
-
-def take(descriptor: int, kind: int) -> bool:
-    """Lock an open file without waiting, ``LOCK_SH`` or ``LOCK_EX``; false if another open file
-    holds a lock that excludes it.
-
-    The locks are those of ``flock``: they end with the process, ``kill -9`` included, and network
-    file systems carry them to other machines.
-    """
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # this file system has no such locks, so nothing is protected
-    return True
-
-
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace ``path`` by ``data`` (text as UTF-8): readers see the old file or the whole new one.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    raw = data.encode() if isinstance(data, str) else data
-    with open_atomic(path, needed=len(raw)) as file:
-        file.write(raw)
+    with open_atomic(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -219,15 +180,19 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none that can be read.
-
-    Raises:
-        CheckpointError: it is no plain file, or too large.
-    """
-    with suppress(OSError, ValueError):
-        value = size_limited.read_json(path)
+    """The object in a JSON file; None where there is none that can be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_bytes())
         return value if isinstance(value, dict) else None
     return None
+
+
+def sweep(folder: Path) -> None:
+    """Delete half-written files that a kill left in a folder, as far as possible. Nobody else may
+    be writing there."""
+    for stray in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        with suppress(OSError):
+            stray.unlink()
 
 
 def make_dirs(path: Path) -> None:

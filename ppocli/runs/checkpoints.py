@@ -13,14 +13,14 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ppocli.config import config_yaml, schema, tasks
 from ppocli.config.text import format_bytes, pasted
 from ppocli.errors import CheckpointError, DiskError, InputError
-from ppocli.runs import atomic, faults, manifest, model_files, retention, run_folder
+from ppocli.runs import atomic, faults, model_files, retention, run_folder
 from ppocli.version import __version__
 
 
@@ -32,8 +32,6 @@ class FoundCheckpoint:
     step: int
     versions: dict[str, str]
     state: dict[str, Any]
-    held: retention.Hold = field(compare=False, repr=False)
-    """keeps the folder from being pruned as long as this is there"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,47 +48,42 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     """Write the checkpoint of ``step``, durably; return its folder.
 
     A valid checkpoint of the same step, run, state and configuration is kept as it is and ``write``
-    isn't called; any other folder of that name is replaced once the new one is complete. If the
-    disk refuses, superseded checkpoints are deleted and the save is tried once more.
+    isn't called; any other folder of that name is replaced once the new one is complete.
 
     Args:
         folder: the run's ``checkpoints/``; created where missing.
         step: steps completed, >= 0.
         run_id: stored, and asked for again by :func:`find_latest`.
         write: puts files into the (empty) folder it is given; sub-folders are fine, links, pickles
-            and a file named ``state.json`` or ``MANIFEST.json`` are not. May be called twice.
+            and a file named ``state.json`` or ``MANIFEST.json`` are not.
         state: stored as ``state.json``; strict JSON.
         config_digest: of the run's config.yaml, for the comparison at resume.
         versions: package name -> version, stored for the reader.
 
     Raises:
-        DiskError: the disk refused twice; older checkpoints are untouched, the staging is gone.
+        DiskError: the disk refused; older checkpoints are untouched, the staging is gone.
         ValueError: ``write`` or ``state`` holds something that can't be stored.
     """
     atomic.make_dirs(folder)
     target = folder / retention.step_name(step)
-    meta = manifest.Manifest(run_id=run_id, step=step, config_digest=config_digest,
+    meta = retention.Manifest(run_id=run_id, step=step, config_digest=config_digest,
                              ppocli=__version__, versions=dict(versions), files={})
-    for last_try in (False, True):
-        if _already_there(target, meta, state):
-            return target
-        staging = folder / f"{atomic.STAGING}{step:06d}-{secrets.token_hex(4)}"
-        try:
-            _stage(staging, target, meta, write, state)
-            break
-        except BaseException as error:
-            reason, staged = atomic.disk_reason(error, folder), retention.folder_size(staging)
-            shutil.rmtree(staging, ignore_errors=True)
-            with suppress(OSError):
-                atomic.put_back(folder)
-            if reason is None or not isinstance(error, Exception):
-                raise
-            if last_try:
-                raise _no_room(reason, target, step, staged) from error
-            retention.make_room(folder)
+    if _already_there(target, meta, state):
+        return target
+    staging = folder / f"{atomic.STAGING}{step:06d}-{secrets.token_hex(4)}"
     try:
-        manifest.check_folder(target, step=step, run_id=run_id, verify="size")
-    except manifest.Invalid as damage:
+        _stage(staging, target, meta, write, state)
+    except BaseException as error:
+        reason, staged = atomic.disk_reason(error, folder), retention.folder_size(staging)
+        shutil.rmtree(staging, ignore_errors=True)
+        with suppress(OSError):
+            atomic.put_back(folder)
+        if reason is None or not isinstance(error, Exception):
+            raise
+        raise _no_room(reason, target, step, staged) from error
+    try:
+        retention.check_folder(target, step=step, run_id=run_id, verify="size")
+    except retention.Invalid as damage:
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
     with suppress(OSError):  # leftovers are deleted at the next start
@@ -98,14 +91,14 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     return target
 
 
-def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any]) -> bool:
+def _already_there(target: Path, meta: retention.Manifest, state: dict[str, Any]) -> bool:
     """Whether exactly this checkpoint exists; an invalid folder is deleted."""
     if not os.path.lexists(target):
         return False
     try:
-        saved = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
-        state_there = manifest.read_object(target, manifest.STATE)
-    except manifest.Invalid:
+        saved = retention.check_folder(target, step=meta.step, run_id=meta.run_id)
+        state_there = retention.read_object(target, retention.STATE)
+    except retention.Invalid:
         with atomic.disk_errors(target):
             retention.discard(target)
         return False
@@ -113,18 +106,18 @@ def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any])
     return same_state and saved.config_digest == meta.config_digest
 
 
-def _stage(staging: Path, target: Path, meta: manifest.Manifest, write: Callable[[Path], None],
+def _stage(staging: Path, target: Path, meta: retention.Manifest, write: Callable[[Path], None],
            state: dict[str, Any]) -> None:
     """Fill ``staging``, make it durable, and give it its final name."""
     staging.mkdir()
     faults.point("save.open")
     write(staging)
     for name in atomic.walk_files(staging):
-        if problem := "is reserved" if name == manifest.STATE else manifest.name_problem(name):
+        if problem := "is reserved" if name == retention.STATE else retention.name_problem(name):
             raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
-    atomic.write_json_atomic(staging / manifest.STATE, state)
+    atomic.write_json_atomic(staging / retention.STATE, state)
     atomic.sync_tree(staging)
-    manifest.write_manifest(staging, meta)
+    retention.write_manifest(staging, meta)
     atomic.put_in_place(staging, target, "save")
     faults.point("save.after_rename")
 
@@ -141,13 +134,13 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
                           fix=f"{error.fix}, then: ppocli resume {pasted(folder.parent)}")
 
 
-def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:
+def find_latest(folder: Path, *, run_id: str | None, verify: retention.Verify = "full") -> Search:
     """The newest valid checkpoint.
 
     Args:
         folder: the run's ``checkpoints/``; may be missing.
         run_id: the run it must belong to (``None``: any).
-        verify: as of :func:`manifest.check_folder`.
+        verify: as of :func:`retention.check_folder`.
 
     Raises:
         CheckpointError: a newer ppocli wrote the newest intact one; going back silently would lose
@@ -157,35 +150,26 @@ def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "
     for step, path in reversed(retention.list_steps(folder)):
         try:
             return Search(_open(path, step, run_id, verify), tuple(skipped))
-        except (manifest.Invalid, OSError) as error:
+        except (retention.Invalid, OSError) as error:
             skipped.append(f"skipped {path.name}: {_why(error)}")
     return Search(None, tuple(skipped))
 
 
-def _why(error: manifest.Invalid | OSError) -> str:
+def _why(error: retention.Invalid | OSError) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
-    """Refuse to go on from a checkpoint, or to start afresh, where later ones were deleted.
-
-    Args:
-        step: of the newest valid checkpoint; None: there is none.
+def refuse_pruned(run: run_folder.RunFolder) -> None:
+    """Refuse to start a finished run afresh that has none of its checkpoints left.
 
     Raises:
-        CheckpointError: later ones were deleted: going back would lose the run's progress.
+        CheckpointError: its rows would be lost.
     """
-    when = retention.removed_at(run.checkpoints)
-    steps = (atomic.read_json(run.summary) or {}).get("steps")
-    behind = step is None or (isinstance(steps, int) and step < steps)
-    if when is None or not behind:
-        return
-    left = "there is nothing to go on from" if step is None else (
-        f"the newest that is left is of step {step} of {steps}")
-    raise CheckpointError(f"The checkpoints of {run.path.name} were deleted by ppocli runs prune "
-                          f"({when}): {left}.", where=str(run.checkpoints),
-                          fix="start another run with its model: "
-                          f"{pasted(f'model.path={run.model}')} run_name=NAME")
+    if (atomic.read_json(run.summary) or {}).get("status") == "finished":
+        raise CheckpointError(f"{run.path.name} is finished, and none of its checkpoints is left.",
+                              where=str(run.checkpoints),
+                              fix="start another run with its model: "
+                              f"{pasted(f'model.path={run.model}')} run_name=NAME")
 
 
 def best_step(folder: Path) -> int | None:
@@ -201,38 +185,28 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
     """Open one checkpoint named by the user, or refuse it.
 
     Args:
-        path: a step folder, or the ``latest`` or ``best`` link beside one, which stands for what
-            the checkpoints themselves say: a kill can leave a link behind that is out of date.
+        path: a step folder, or the ``latest`` or ``best`` link beside one.
 
     Raises:
         CheckpointError: it is missing, damaged, or of a newer ppocli.
     """
     folder = path.absolute()
     if folder.name in retention.POINTERS and folder.is_symlink():
-        latest = find_latest(folder.parent, run_id=None, verify="size").checkpoint
-        step = best_step(folder.parent) if folder.name == "best" else getattr(latest, "step", None)
-        if step is None:
-            raise CheckpointError(f"{path} points to no checkpoint that holds.", where=str(path),
-                                  fix="name the step folder itself")
-        folder = folder.with_name(retention.step_name(step))
+        folder = folder.resolve()
     match = retention.STEP.fullmatch(folder.name)
     try:
         return _open(folder, int(match[1]) if match else None)
-    except (manifest.Invalid, OSError) as error:
+    except (retention.Invalid, OSError) as error:
         present = ", ".join(path.name for _, path in retention.list_steps(folder.parent)) or "none"
         raise CheckpointError(f"{folder.name} can't be used: {_why(error)}", where=str(folder),
                               fix=f"name another checkpoint (there: {present})") from None
 
 
-def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
+def _open(path: Path, step: int | None, run_id: str | None = None, verify: retention.Verify = "full"
           ) -> FoundCheckpoint:
-    # locked first: the verified folder must not be deleted
-    held = retention.hold(path / manifest.MANIFEST)
-    meta = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
-    if held is None:
-        raise manifest.Invalid("it is being deleted")
-    state = manifest.read_object(path, manifest.STATE)
-    return FoundCheckpoint(path, meta.step, meta.versions, state, held)
+    meta = retention.check_folder(path, step=step, run_id=run_id, verify=verify)
+    return FoundCheckpoint(path, meta.step, meta.versions,
+                           retention.read_object(path, retention.STATE))
 
 
 def _with_critic(path: str) -> schema.ModelConfig | None:
@@ -258,22 +232,18 @@ def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
     made = None if path is None else _with_critic(path)
     if path is None or (made is None and kind == "model"):
         return None
-    if made is None:
-        raise InputError(f"{path} is no run of PPO: there is no value function of kind {kind}.",
-                         where="model.value.path", fix="name a PPO run or one of its checkpoints")
-    if made.value.kind != kind:
-        raise InputError(f"The value function of {path} is of kind {made.value.kind}, not {kind}.",
-                         where="model.value.path, model.value.kind",
-                         fix=f"set model.value.kind={made.value.kind}")
+    if made is None or made.value.kind != kind:
+        raise InputError(
+            f"{path} has no value function of kind {kind}: " + (
+                "it is no run of PPO." if made is None else f"its kind is {made.value.kind}."),
+            where="model.value.path, model.value.kind", fix="name a PPO run or one of its "
+            "checkpoints" if made is None else f"set model.value.kind={made.value.kind}")
     folder = run_folder.RunFolder(Path(path))
     checkpoint = find_latest(folder.checkpoints, run_id=None).checkpoint if (
         folder.config.is_file()) else open_checkpoint(folder.path)
     if checkpoint is None or not (checkpoint.path / model_files.VALUE_HEAD).is_file():
-        reason = "no checkpoint is there" if checkpoint is None else \
-            "it was trained without a critic"
-        raise InputError(
-            f"{path} holds no value function: {reason}.",
-            where="model.value.path", fix="name another run, or leave the path out")
+        raise InputError(f"{path} has no checkpoint with a value function.",
+                         where="model.value.path", fix="name another run, or leave the path out")
     return checkpoint
 
 

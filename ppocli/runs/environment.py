@@ -4,16 +4,13 @@
 import os
 import platform
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-from ppocli.config.secrets import refuse_secrets
-from ppocli.errors import ConfigError
+from ppocli.config.secrets import looks_secret
 from ppocli.runs import atomic
 from ppocli.version import __version__
 
@@ -39,16 +36,10 @@ _PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "PPOCLI_",
 _NAMES = ("TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "NO_COLOR", "DO_NOT_TRACK", "WORLD_SIZE",
           "RANK", "LOCAL_RANK")
 _FLAG = re.compile(r"[+-]?\d{1,6}(,\d{1,6})*|true|false|on|off|yes|no", re.IGNORECASE)
-_PLACE = re.compile(r"(^|_)(HOME|CACHE|PATH|DIR|ENDPOINT)$")
 
 
-def describe(*, places: bool = False) -> dict[str, Any]:
-    """The facts, in plain JSON types; a fact that the system doesn't tell is None.
-
-    Args:
-        places: also show the values of variables that hold paths or the Hub's address. Otherwise
-            only flags and numbers are shown, and everything else is "set".
-    """
+def describe() -> dict[str, Any]:
+    """The facts, in plain JSON types; a fact that the system doesn't tell is None."""
     import psutil
 
     return {
@@ -62,7 +53,7 @@ def describe(*, places: bool = False) -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES}
         | {name: version for name in OPTIONAL
            if (version := installed_version(name)) is not None},
-        "extras": sorted(present_extras()), "variables": variables(places=places)}
+        "variables": variables()}
 
 
 def installed_version(name: str) -> str | None:
@@ -72,18 +63,6 @@ def installed_version(name: str) -> str | None:
     return None
 
 
-def present_extras() -> Iterator[str]:
-    """The extras of ppocli (``plot``, ...) all of whose distributions are installed."""
-    try:
-        ours = metadata.metadata("ppocli")
-    except metadata.PackageNotFoundError:
-        return
-    texts = ours.get_all("Requires-Dist") or []
-    for extra in ours.get_all("Provides-Extra") or []:
-        required = [match[0] for text in texts if re.search(rf"extra == ['\"]{extra}['\"]", text)
-                  and (match := re.match(r"[\w.-]+", text))]
-        if required and all(installed_version(name) is not None for name in required):
-            yield str(extra)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -110,41 +89,11 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
     return version[0] if version else "unknown"
 
 
-def variables(*, places: bool) -> dict[str, str]:
-    """The variables that matter here and are set: flags by value, tokens and the rest as "set"."""
-    return {name: _shown(name, value, places) for name, value in sorted(os.environ.items())
+def variables() -> dict[str, str]:
+    """The variables that matter here and are set: flags and numbers by value, the rest as "set"."""
+    return {name: value if _FLAG.fullmatch(value) and not looks_secret(name) else "set"
+            for name, value in sorted(os.environ.items())
             if name.startswith(_PREFIXES) or name in _NAMES}
-
-
-def _shown(name: str, value: str, places: bool) -> str:
-    if value == "":
-        return "empty"
-    try:
-        refuse_secrets([(name.lower(), value, "environment")])
-    except ConfigError:
-        return "set"
-    if _FLAG.fullmatch(value):
-        return value
-    if places and _PLACE.search(name):
-        return without_credentials(value) if "://" in value else home_shortened(value)
-    return "set"
-
-
-def home_shortened(path: str) -> str:
-    """``~`` for the home folder, whose name is often the user's."""
-    home = os.path.expanduser("~")
-    inside = home not in ("", "/") and (path == home or path.startswith(home + os.sep))
-    return "~" + path[len(home):] if inside else path
-
-
-def without_credentials(url: str) -> str:
-    """A URL without user, password, query and fragment."""
-    try:
-        parts = urlsplit(url)
-        host = (parts.hostname or "") + (f":{parts.port}" if parts.port else "")
-    except ValueError:
-        return "not a URL"
-    return urlunsplit((parts.scheme, host, parts.path, "", ""))
 
 
 def hub_home() -> Path:

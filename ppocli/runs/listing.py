@@ -1,19 +1,19 @@
 """The runs below a folder: facts about each for one line of a list; and pruning, which deletes what
 they no longer need while holding their locks. No torch here."""
 
+import os
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ppocli.config import schema, tasks
 from ppocli.config.text import Say
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
-from ppocli.runs import atomic, environment, manifest, model_files, retention, run_folder
+from ppocli.runs import atomic, environment, model_files, retention, run_folder
 from ppocli.runs.checkpoints import best_step
-from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
+from ppocli.runs.record import RunRecord, is_run, read_run
 from ppocli.runs.target import list_runs, written
 
 
@@ -108,20 +108,15 @@ def age(written_at: float, now: float | None = None) -> str:
     return f"{int(seconds // _SECONDS[unit])} {unit}"
 
 
-_LEFT = re.compile(r"\.discarded-.+-[0-9a-f]{8}")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
 _SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What can be deleted of one run."""
+    """What can be deleted of one finished run."""
 
     run: Path
-    kind: Literal["checkpoints", "run"]
-    """only the listed parts, or the whole folder"""
-    why: str
-    """``finished``, ``failed before a checkpoint``, ..."""
     parts: tuple[Path, ...]
     """what is deleted, each with all it holds"""
     size: int
@@ -142,43 +137,32 @@ def parse_age(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool = False,
-                 older_than: float | None = None, say: Say = lambda text: None) -> list[Removal]:
-    """What can be deleted below ``root``: nothing of a running run, and nothing but runs.
+def plan_pruning(root: Path, *, keep_best: bool = False, older_than: float | None = None,
+                 say: Say = lambda text: None) -> list[Removal]:
+    """What can be deleted below ``root``: of finished runs, everything under ``checkpoints/`` and
+    ``nonfinite-dump/``. Model, summary, metrics, samples and log stay.
 
     Args:
         root: holds runs and sweeps, or is a run.
-        checkpoints: of finished runs, everything under ``checkpoints/`` and ``nonfinite-dump/``;
-            model, summary, metrics, samples and log stay.
-        failed: whole folders of runs that ended without having saved a checkpoint or a model.
         keep_best: the checkpoint of the best evaluation stays.
         older_than: only runs last written to more seconds ago than that.
         say: prints which runs were skipped, and why.
     """
     removals = []
     for folder in [root] if is_run(root) else list_runs(root):
-        if folder.is_symlink():
-            say(f"{folder} is a link and is left alone")
-            continue
-        when = written(folder)
-        if older_than is not None and time.time() - when < older_than:
+        if folder.is_symlink() or (
+                older_than is not None and time.time() - written(folder) < older_than):
             continue
         try:
+            run = read_run(folder)
             if (host := run_folder.other_host(folder)) is not None:
                 say(f"{folder} is left alone: it may be running on {host} ({run_folder.LOCK} says "
                     "so)")
-                continue
-            run = read_run(folder)
-            if run.status == "running":
-                continue
-            if removal := (failed and _whole(run, folder, when)) or (
-                    checkpoints and _checkpoints(run, folder, when, keep_best)):
+            elif removal := _checkpoints(run, folder, keep_best):
                 removals.append(removal)
-        except CheckpointError as damage:
-            say(f"{folder} is left alone: {damage.what}")
-        except OSError as error:
-            say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
-    return removals + _left_over(root)
+        except (CheckpointError, OSError) as damage:
+            say(f"{folder} is left alone: {getattr(damage, 'what', damage)}")
+    return removals
 
 
 def carry_out(removal: Removal) -> None:
@@ -189,44 +173,19 @@ def carry_out(removal: Removal) -> None:
         DiskError: the disk refuses.
         OSError: something could not be deleted.
     """
-    if _is_left_over(removal.run):
-        _delete(removal.parts)
-        return
-    # taking the lock would recreate a folder that is gone
-    if not removal.run.is_dir():
+    if not removal.run.is_dir():  # taking the lock would make it again
         return
     with run_folder.lock(removal.run):
         if written(removal.run) != removal.written:
             raise CheckpointError(f"{removal.run} has been written to meanwhile and is left alone.",
                                   where=str(removal.run), fix="look again: ppocli runs list")
-        folder = run_folder.RunFolder(removal.run).checkpoints
-        if any(folder in part.parents for part in removal.parts):
-            retention.note_removed(folder)
-        _delete(removal.parts)
-
-
-def _delete(parts: Iterable[Path]) -> None:
-    for part in parts:
-        with atomic.disk_errors(part):
-            if part.is_symlink():
-                part.unlink()
-            elif part.exists():
-                with retention.unused(part / manifest.MANIFEST) as unread:
-                    if not unread:
-                        raise CheckpointError(f"{part} is being read and stays.", where=str(part),
-                                              fix="wait for that command to end")
+        for part in removal.parts:
+            with atomic.disk_errors(part):
+                if os.path.lexists(part):
                     retention.discard(part)
 
 
-def _whole(run: RunRecord, folder: Path, when: float) -> Removal | None:
-    if run.status == "finished" or retention.list_steps(run.folder.checkpoints) \
-            or run.folder.model.exists() or any(folder.glob("model-step-*")):
-        return None
-    return Removal(folder, "run", f"{run.status} before a checkpoint", (folder,),
-                   retention.folder_size(folder), when)
-
-
-def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> Removal | None:
+def _checkpoints(run: RunRecord, folder: Path, keep_best: bool) -> Removal | None:
     """Everything below ``checkpoints/`` of a run whose model is whole."""
     if run.status != "finished":
         return None
@@ -235,37 +194,11 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     except PpocliError:
         return None
     place = folder / "checkpoints"
-    parts: list[Path] = []
-    if _is_own_folder(place):
-        best = best_step(place) if keep_best else None
-        parts += [path for step, path in retention.list_steps(place)
-                  if step != best and not path.is_symlink()]
-        parts += [*retention.leftovers(place), *sorted(place.glob(f"{atomic.REPLACED}*"))]
-        parts += filter(_is_own_folder, [place / retention.SUPERSEDED])
-        parts += [link for name in retention.POINTERS if (link := place / name).is_symlink()
-                  and (name != "best" or best is None)]
-    parts += filter(_is_own_folder, [folder / "nonfinite-dump"])
-    if not parts:
+    if place.is_symlink():
         return None
+    best = best_step(place) if keep_best else None
+    kept = () if best is None else (retention.step_name(best), "best")
+    parts = [part for part in sorted(place.glob("*")) if part.name not in kept]
+    parts += folder.glob("nonfinite-dump")
     size = sum(retention.folder_size(part) for part in parts if not part.is_symlink())
-    return Removal(folder, "checkpoints", "finished", tuple(parts), size, when)
-
-
-def _is_own_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _is_left_over(folder: Path) -> bool:
-    return _LEFT.fullmatch(folder.name) is not None
-
-
-def _left_over(root: Path) -> list[Removal]:
-    """Folders left by an earlier call that was killed while deleting them."""
-    if is_run(root):
-        return []
-    places = [root, *(entry for entry in filter(_is_own_folder, subfolders(root))
-                      if not is_run(entry))]
-    return [Removal(path, "run", "left by an earlier prune", (path,),
-                    retention.folder_size(path), 0.0)
-            for place in places for path in sorted(place.glob(".*"))
-            if _is_left_over(path) and _is_own_folder(path)]
+    return Removal(folder, tuple(parts), size, written(folder)) if parts else None

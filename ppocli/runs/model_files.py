@@ -5,6 +5,7 @@ without a vocabulary, and a dead network takes it most of a minute. So files are
 and the Hub is asked only if it can be reached.
 """
 
+import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
-from ppocli.config import import_guard, resume_policy, size_limited
+from ppocli.config import import_guard, resume_policy
 from ppocli.config.text import pasted
 from ppocli.errors import InputError, PpocliError
 from ppocli.runs import atomic
@@ -80,19 +81,14 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         return str(resolve_builtin(model))
     path = Path(model).expanduser()
     if (path / resume_policy.RUN_FILE).is_file() and not (path / "config.json").exists():
-        if not (path / MODEL).is_dir():
-            raise InputError(f"The run in {path} has written no {MODEL}/ yet, which it does when "
-                             "it ends.", where=key, fix="wait for its end, or make one of a "
-                             f"checkpoint: ppocli export {pasted(path)} -o FOLDER, and give that")
-        path = path / MODEL
+        path = (path / MODEL).absolute()  # there once the run has ended
+        model = str(path)
     if path.is_dir():
         check_folder(path, key=key, needs=needs, adapters=adapters)
         return str(path)
-    if path.exists():
-        raise InputError(f"{model} is a file, not a model folder.", where=key,
-                         fix="give the folder that holds config.json")
-    if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
-        raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise InputError(f"{model} is a file, not a model folder." if path.exists() else
+                         f"Folder {model} does not exist (looked in {os.getcwd()}).",
                          where=key, fix=_folder_fix(key), code="no-such-model")
     return _from_hub(model, revision, key, needs, adapters)
 
@@ -107,7 +103,7 @@ def trained_with_template(model: str, revision: str | None = None) -> bool | Non
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(source, TOKENIZER_CONFIG, revision=revision))
-        recorded = size_limited.read_json(file).get(WITH_TEMPLATE)
+        recorded = json.loads(file.read_bytes()).get(WITH_TEMPLATE)
         return recorded if isinstance(recorded, bool) else None
     return None
 
@@ -134,20 +130,20 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
         InputError: names the missing or broken file and what belongs there.
     """
     adapter = is_adapter(folder)
-    if needs != "tokenizer" and adapter and adapters:
-        import_guard.require("peft", f"The adapter in {folder}", key)
-    if needs != "tokenizer" and adapter and not adapters:
-        raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
-                         fix="merge it into its base: ppocli export "
-                         f"{pasted(folder)} --merge -o FOLDER, and give that")
-    if needs != "tokenizer" and not adapter and not (folder / "config.json").is_file():
-        raise InputError(f"There is no config.json in {folder}.", where=key,
-                         fix="give a folder written by save_pretrained()")
+    if needs != "tokenizer":
+        if adapter and adapters:
+            import_guard.require("peft", f"The adapter in {folder}", key)
+        elif adapter:
+            raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
+                             fix="merge it into its base: ppocli export "
+                             f"{pasted(folder)} --merge -o FOLDER, and give that")
+        elif not (folder / "config.json").is_file():
+            raise InputError(f"There is no config.json in {folder}.", where=key,
+                             fix="give a folder written by save_pretrained()")
+        _check_weights(folder, key, (ADAPTER_WEIGHTS,) if adapter else WEIGHTS)
     for name in ("config.json", ADAPTER_CONFIG, "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
             _checked_json(folder / name, key)
-    if needs != "tokenizer":
-        _check_weights(folder, key, (ADAPTER_WEIGHTS,) if adapter else WEIGHTS)
     # an adapter without a tokenizer is used with that of its base
     if needs != "model" and not (adapter and adapters) and not has_tokenizer(folder):
         raise InputError(
@@ -162,45 +158,36 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 def _checked_json(path: Path, key: str) -> dict[str, Any]:
     try:
-        content = size_limited.read_json(path)
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        return content
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}", where=key,
                          fix="copy or download the file again") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds a JSON {type(content).__name__}, not an object.",
-                         where=key, fix="copy or download the file again")
-    return content
 
 
 def _check_weights(folder: Path, key: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        if (folder / name).is_file():
-            _check_readable(folder / name, key)
-            return
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            for shard in sorted(set(_checked_json(index, key).get("weight_map", {}).values())):
-                if not (folder / shard).is_file():
-                    raise InputError(f"{folder / shard} is missing; {index.name} lists it.",
-                                     where=key, fix="copy or download the file again")
-                _check_readable(folder / shard, key)
-            return
-    raise InputError(f"There are no weights in {folder} (expected {names[0]}).",
-                     where=key, fix="give a folder written by save_pretrained()")
-
-
-def _check_readable(path: Path, key: str) -> None:
-    """Read a safetensors file's header, which says how long the file has to be."""
-    if path.suffix != ".safetensors":
-        return
+    """Check that all files of weights are there, and not cut off: the header of a safetensors file
+    says how long the file has to be."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} can't be read: {error}", where=key, fix="the file is truncated "
-                         "or damaged; copy or download it again") from error
+    indices = [path for name in names if (path := folder / f"{name}.index.json").is_file()]
+    files = [folder / name for name in names if (folder / name).is_file()][:1] or [
+        folder / shard for index in indices[:1] for shard in sorted(
+            set(_checked_json(index, key).get("weight_map", {}).values()))]
+    if not files:
+        raise InputError(f"There are no weights in {folder} (expected {names[0]}).",
+                         where=key, fix="give a folder written by save_pretrained()")
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="numpy"):
+                    continue
+            path.stat()
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} can't be read: {error}", where=key,
+                             fix="copy or download it again: it is missing or damaged") from error
 
 
 @cache
@@ -290,18 +277,11 @@ def task_type(folder: str | Path, config: Any) -> str:
 
     Args:
         config: of the model, or of the adapter's base.
-
-    Raises:
-        InputError: an adapter for something else.
     """
     adapter = atomic.read_json(Path(folder) / ADAPTER_CONFIG) or {} if is_adapter(folder) else {}
     kinds = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
     if (kind := adapter.get("task_type")) in kinds:
         return str(kind)
-    if kind is not None:
-        raise InputError(f"The adapter in {folder} is for {kind}; those for {', '.join(kinds)} can "
-                         "be merged and checked.", where=str(Path(folder) / ADAPTER_CONFIG),
-                         fix="merge it with PEFT itself: merge_and_unload()")
     names = " ".join(config.architectures or [])
     return ("SEQ_CLS" if "ForSequenceClassification" in names else
             "TOKEN_CLS" if "ForTokenClassification" in names else
@@ -318,10 +298,10 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
     file = folder / ADAPTER_BASE
     try:
         if file.is_file():
-            identity = BaseIdentity(**size_limited.read_json(file))
+            identity = BaseIdentity(**json.loads(file.read_bytes()))
             return identity.path, identity.revision, identity
         file = folder / ADAPTER_CONFIG
-        fields = size_limited.read_json(file)
+        fields = json.loads(file.read_bytes())
         path, revision = fields.get("base_model_name_or_path"), fields.get("revision")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{file} can't be read: {error}", where=str(file),

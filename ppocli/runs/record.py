@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import config_yaml, resume_policy, schema, size_limited, tasks
+from ppocli.config import config_yaml, resume_policy, schema, tasks
 from ppocli.config.text import figure, shown
 from ppocli.errors import CheckpointError
-from ppocli.runs import atomic, environment, retention, run_folder, run_logs, signature
+from ppocli.runs import atomic, environment, run_folder, run_logs, trust
 from ppocli.runs.episode import transcript_of
 
 log = logging.getLogger("ppocli")
@@ -96,7 +96,7 @@ class RunRecord:
         """(time, level, text) of all messages of the run. Time is local to the machine that ran it,
         ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
-            text = size_limited.read_tail(self.folder.log)
+            text = self.folder.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
@@ -211,7 +211,7 @@ def begin_record(run_dir: Path, run_id: str) -> None:
     """
     text = (run_dir / config_yaml.CONFIG_FILE).read_text(encoding="utf-8")
     atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE, {
-        **signature.sign_run({"run_id": run_id}, config_yaml.next_config(run_dir)),
+        **trust.sign_run({"run_id": run_id}, config_yaml.next_config(run_dir)),
         resume_policy.KEPT: text})
 
 
@@ -228,11 +228,6 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     run_json = atomic.read_json(run_dir / resume_policy.RUN_FILE) or {}
     noted = read_changes(run_dir)
     next_config, run = config_yaml.next_config(run_dir), run_folder.RunFolder(run_dir)
-    saved = retention.sound_steps(run.checkpoints)
-    if saved and resume_policy.KEPT not in run_json \
-            and saved[-1].config_digest != atomic.sha256_file(run.config):
-        log.warning("%s is not as it was when step %d was saved; this run has no copy to compare "
-                    "it with", run.config, saved[-1].step)
     differ = config_yaml.config_differences(resume_policy.settings_before(run_dir,
                                                                           accept_changes=True),
                                          config_yaml.read_config(next_config))
@@ -248,7 +243,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
             changes += new
     if isinstance(run_json.get("run_id"), str):
         # before the settings take their place, so that a kill in between leaves a signed run
-        now = signature.sign_run(run_json, next_config)
+        now = trust.sign_run(run_json, next_config)
         if changes != noted:
             now["changes"] = changes
         if changes != noted or differ or resume_policy.KEPT not in run_json:
@@ -270,7 +265,7 @@ def settle(run_dir: Path, config: schema.TrainConfig) -> None:
     run_folder.write_config(config, path)
     run_json = atomic.read_json(run_dir / resume_policy.RUN_FILE) or {}
     atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE, {
-        **signature.sign_run(run_json, path),
+        **trust.sign_run(run_json, path),
         resume_policy.BEFORE: run_json.get(resume_policy.KEPT),
         resume_policy.KEPT: path.read_text(encoding="utf-8")})
     config_yaml.accept_config(run_dir)

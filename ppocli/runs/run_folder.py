@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppocli.config import config_yaml, schema, size_limited
+from ppocli.config import config_yaml, schema
 from ppocli.errors import CheckpointError, DiskError, RunGoneError
 from ppocli.runs import atomic, retention
 
@@ -44,22 +44,14 @@ class RunFolder:
         self.model = path / "model"
         """the trained policy, a plain Hugging Face folder"""
 
-    def started_with(self) -> dict[str, str]:
-        """Digests, by name, of the run's inputs, which must not change, from its newest checkpoint;
-        empty if there is none."""
-        newest = max(self.checkpoints.glob("step-*/state.json"), default=None)
-        state = None if newest is None else atomic.read_json(newest)
-        return (state or {}).get("digests") or {}
-
 
 def probe_writable(folder: Path) -> None:
     """Create ``folder`` if missing and try to write, sync, rename and delete in it, as a run does.
-    Half-written files that a kill left there are deleted.
 
     Raises:
         DiskError: it can't be created or written, or it is a file.
     """
-    fix = "choose another output_dir or run_name"
+    fix = "choose another folder"
     probe = folder / f"{atomic.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     try:
         with atomic.disk_errors(folder):
@@ -68,7 +60,6 @@ def probe_writable(folder: Path) -> None:
                     raise DiskError(f"{folder} can't be a folder: {part} is a file.",
                                     where=str(folder), fix=fix)
             atomic.make_dirs(folder)
-            retention.sweep(folder, atomic.TEMPORARY_PREFIX)
             atomic.write_atomic(probe, b"probe")
             probe.unlink(missing_ok=True)  # another run that is starting may have deleted it
     except OSError as error:
@@ -85,37 +76,28 @@ def gone(path: Path) -> RunGoneError:
 
 def refuse_links(run_dir: Path) -> None:
     """Refuse a run folder whose parts are links: in a run from somebody else they could lead
-    anywhere, and other people's files would be written or deleted. Refuse it as well if a folder is
-    in a file's place.
+    anywhere, and other people's files would be written or deleted.
 
     The folder itself may be a link, or lie below one. ``checkpoints/latest`` and ``best`` are our
     own links.
 
     Raises:
-        CheckpointError: names a link and where it leads; or a device, a pipe, a socket, a folder.
+        CheckpointError: names a link, a device, a pipe or a socket.
     """
     for pattern in ("*", "checkpoints/*", "trackers/**/*", "events/**/*"):  # ** follows no links
         for path in sorted(run_dir.glob(pattern)):
-            name = path.name
             # what is replaced or deleted itself, whatever it leads to: models, temporary names
-            if name.startswith("model") or (name.startswith(".") and name != LOCK) or (
-                    pattern == "checkpoints/*" and name in retention.POINTERS):
+            if path.name.startswith("model") or (path.name.startswith(".") and path.name != LOCK
+                                                 ) or path.name in retention.POINTERS:
                 continue
-            try:
+            with suppress(FileNotFoundError):  # a step that the run, if it goes on, has just pruned
                 mode = path.lstat().st_mode
-            except FileNotFoundError:  # a step that the run, if it goes on, has just pruned
-                continue
-            if stat.S_ISDIR(mode) and pattern == "*" and (
-                    name == LOCK or path.suffix in (".json", ".jsonl", ".yaml", ".log")):
-                raise CheckpointError(f"{path} is a folder, and a file of the run belongs there.",
-                                      where=str(run_dir), fix="remove it, or put the file back")
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
-                        else "neither a file nor a folder")
-                raise CheckpointError(f"{path} is {what}; nothing is written in a run's folder "
-                                      "that could land elsewhere.", where=str(run_dir),
-                                      fix="remove it, or put what it stands for in its place; the "
-                                      "run's folder may itself be a link")
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise CheckpointError(
+                        f"{path} is a link, or neither a file nor a folder; nothing is written in "
+                        "a run's folder that could land elsewhere.", where=str(run_dir),
+                        fix="remove it, or put what it stands for in its place; the run's folder "
+                        "may itself be a link")
 
 
 def write_config(config: schema.TrainConfig, path: Path) -> None:
@@ -156,7 +138,7 @@ def lock(run_dir: Path, *, reserved_by: int | None = None) -> Iterator[None]:
         CheckpointError: a live process, perhaps this one, uses the folder; names pid and host.
         DiskError: the folder can't be written.
     """
-    descriptor = _take(run_dir / LOCK, run_dir, reserved_by=reserved_by)
+    descriptor = _take(run_dir, reserved_by)
     try:
         yield
     finally:
@@ -175,7 +157,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
     Raises:
         CheckpointError, DiskError: as :func:`lock`.
     """
-    os.close(_take(run_dir / LOCK, run_dir))
+    os.close(_take(run_dir))
     try:
         yield
     finally:
@@ -185,51 +167,19 @@ def reserved(run_dir: Path) -> Iterator[None]:
                 file.truncate(0)
 
 
-@contextmanager
-def lock_beside(target: Path, fix: str) -> Iterator[None]:
-    """Hold ``target``, a folder that is going to be published, as :func:`lock` holds a run folder.
-
-    The file lies beside it, since ``target`` itself is replaced, and is deleted at the end.
-
-    Args:
-        target: the folder.
-        fix: what else may be done while another process holds it.
-
-    Raises:
-        CheckpointError, DiskError: as :func:`lock`.
-    """
-    path = target.with_name(f"{LOCK}-{target.name}")
-    descriptor = _take(path, target, fix)
-    while not _is_at(path, descriptor):  # deleted by the last holder while we opened it
-        os.close(descriptor)
-        descriptor = _take(path, target, fix)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    return False
-
-
-def _take(path: Path, held: Path, fix: str = "choose another run_name",
-          reserved_by: int | None = None) -> int:
+def _take(run_dir: Path, reserved_by: int | None = None) -> int:
     """Take the lock and write this process's name; the descriptor that holds it."""
-    atomic.make_dirs(path.parent)
+    path = run_dir / LOCK
+    atomic.make_dirs(run_dir)
     with atomic.disk_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if not _kernel_lock(descriptor):
-            raise _locked(path, held, _wait_for_owner(path), fix)
+            raise _locked(run_dir, _wait_for_owner(path))
         # A process doesn't conflict with its own record locks; its name in the file tells.
         owner = _read_owner(os.pread(descriptor, 4096, 0))
         if owner is not None and owner.pid != reserved_by and _is_alive(owner):
-            raise _locked(path, held, owner, fix)
+            raise _locked(run_dir, owner)
         with atomic.disk_errors(path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(_myself())).encode(), 0)
@@ -244,7 +194,7 @@ def live_owner(run_dir: Path) -> Owner | None:
     """The live process that holds a run folder, according to the name in the lock file: asking the
     kernel would interfere with the lock."""
     with suppress(OSError):
-        owner = _read_owner(size_limited.read_bytes(run_dir / LOCK))
+        owner = _read_owner((run_dir / LOCK).read_bytes())
         return owner if owner is not None and _is_alive(owner) else None
     return None
 
@@ -266,10 +216,11 @@ def _kernel_lock(descriptor: int) -> bool:
     return True
 
 
-def _locked(path: Path, held: Path, owner: Owner | None, fix: str) -> CheckpointError:
+def _locked(run_dir: Path, owner: Owner | None) -> CheckpointError:
     who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
-    return CheckpointError(f"{held} is in use by {who}.", where=str(path),
-                           fix=f"wait for it to end or stop it, or {fix}", code="in-use")
+    return CheckpointError(
+        f"{run_dir} is in use by {who}.", where=str(run_dir / LOCK), code="in-use",
+        fix="wait for it to end or stop it, or choose another name")
 
 
 def _wait_for_owner(path: Path) -> Owner | None:
@@ -283,8 +234,8 @@ def _wait_for_owner(path: Path) -> Owner | None:
 
 
 def _read_owner(raw: bytes) -> Owner | None:
-    with suppress(ValueError, TypeError, KeyError, OverflowError):
-        value = size_limited.parse_json(raw)
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        value = json.loads(raw)
         return Owner(int(value["pid"]), str(value["host"]), str(value["boot"]), value["started"])
     return None
 

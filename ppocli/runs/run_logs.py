@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -15,7 +14,6 @@ from socket import gethostname
 from time import time, time_ns
 from typing import Any
 
-from ppocli.config import size_limited
 from ppocli.config.secrets import hide_secrets
 from ppocli.config.text import error_line
 from ppocli.runs import atomic
@@ -50,18 +48,17 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the rows, in order, and sync once."""
-        raw = b"".join(map(_line, rows))
+        raw, written = b"".join(map(_line, rows)), 0
         try:
-            with atomic.disk_errors(self.path, needed=len(raw)):
-                written = 0
-                while written < len(raw):
-                    written += os.pwrite(self._descriptor, raw[written:], self._size + written)
-                os.fsync(self._descriptor)
+            while written < len(raw):
+                written += os.pwrite(self._descriptor, raw[written:], self._size + written)
+            os.fsync(self._descriptor)
         except BaseException:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(raw)
+            with atomic.disk_errors(self.path):
+                raise
+        self._size += written
 
     def __exit__(self, *error: object) -> None:
         os.close(self._descriptor)
@@ -97,31 +94,23 @@ def _end_of_last_line(descriptor: int) -> int:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing.
-
-    Raises:
-        CheckpointError: it is no plain file, or too large.
-    """
-    with suppress(OSError), size_limited.open_plain(path, size_limited.MOST_ROWS) as file:
-        while line := file.readline(size_limited.MOST_LINE):
+    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing."""
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
             if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
                 yield row
 
 
 def read_row(line: bytes | str) -> dict[str, Any] | None:
     """The object in a line of JSON; None for a line that is damaged or holds something else."""
-    with suppress(ValueError):
-        row = size_limited.parse_json(line)
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
         return row if isinstance(row, dict) else None
     return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl by their steps; the last one counts where a step has several.
-
-    Raises:
-        CheckpointError: as :func:`read_jsonl`.
-    """
+    """The rows of a metrics.jsonl by their steps; the last one counts where a step has several."""
     rows = {row["step"]: row for row in map(sound_row, read_jsonl(path)) if row}
     return [rows[step] for step in sorted(rows)]
 
@@ -138,39 +127,6 @@ def is_number(value: Any) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 1 << 63  # a longer one is damage, and no float
     return isinstance(value, float) and math.isfinite(value)
-
-
-def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
-    """What is wrong with the rows of a run at ``last_step``: missing or duplicate steps,
-    evaluations and rollouts without all their samples.
-
-    Args:
-        last_step: the last one whose row is written; rows of later steps are cut off already.
-    """
-    rows: dict[int, dict[str, Any]] = {}
-    twice = []
-    for row in read_jsonl(metrics):
-        if isinstance(step := row.get("step"), int):
-            twice += [step] if step in rows else []
-            rows[step] = row
-    problems: list[tuple[Path, str, list[Any]]] = [
-        (metrics, "no row", [step for step in range(1, last_step + 1) if step not in rows]),
-        (metrics, "more than one row", sorted(set(twice)))]
-    counts = Counter((str(row.get("kind")), row["step"]) for row in read_jsonl(samples)
-                     if row.get("sampling") is None and isinstance(row.get("step"), int))
-    sizes = {step: counts["eval", step] for step, row in rows.items()
-             if any(name.startswith("eval/") for name in row)}
-    if len({*sizes.values()}) > 1 or 0 in sizes.values():
-        problems.append((samples, "evaluations of different sizes:", [
-            f"{step} ({size} samples)" for step, size in sizes.items()]))
-    episodes = {0: 0, **{step: row["episode"] for step, row in rows.items()
-                         if isinstance(row.get("episode"), int)}}
-    problems.append((samples, "not as many rollout samples as episodes", [
-        step for (kind, step), count in counts.items() if kind == "rollout"
-        and {step, step - 1} <= episodes.keys() and count != episodes[step] - episodes[step - 1]]))
-    return [f"{path.name} has {what} of step {', '.join(map(str, steps[:5]))}"
-            + (f" and of {len(steps) - 5} others" if len(steps) > 5 else "")
-            for path, what, steps in problems if steps]
 
 
 def truncate_jsonl(path: Path, last_step: int,

@@ -9,7 +9,6 @@ nor on whether the sweep was interrupted.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
 
-ENOUGH = 4
-"""the importance of keys is computed from this many finished jobs on"""
 STARTUP = 5
 """jobs with random values, before the sampler learns from earlier ones"""
 
@@ -192,23 +189,14 @@ def _value(text: str, distribution: Any) -> Any:
 
 
 def findings(sweep: SweepRecord) -> dict[str, Any]:
-    """The results of a search: for each metric the importance of each key (PED-ANOVA, arXiv
-    2304.10255), and the Pareto-optimal jobs, best first."""
+    """The results of a search: the Pareto-optimal jobs, best first."""
     assert sweep.search is not None
     optuna, search = load_optuna(), Search.read(sweep.search)
     study, metrics = search.study(sweep), list(search.directions)
     done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
-    signs = [1 if each == "minimize" else -1 for each in search.directions.values()]
-    importance = {}
-    for place, name in enumerate(metrics if len(done) >= ENOUGH else ()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that low values of a target count as good: so they do
-            shares = optuna.importance.get_param_importances(
-                study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
-                target=lambda trial, place=place: signs[place] * trial.values[place])
-        importance[name] = {key: round(share, 3) for key, share in shares.items()}
-    best = sorted(study.best_trials if done else (), key=lambda trial: signs[0] * trial.values[0])
-    return {"importance": importance, "best": [
+    sign = 1 if search.directions[metrics[0]] == "minimize" else -1
+    best = sorted(study.best_trials if done else (), key=lambda trial: sign * trial.values[0])
+    return {"best": [
         {"job": trial.number, "varied": list(sweep.jobs[trial.number]),
          "metrics": dict(zip(metrics, trial.values, strict=True))} for trial in best]}
 

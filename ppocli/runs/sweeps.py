@@ -8,17 +8,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from ppocli.config import config_yaml, size_limited, tasks
+from ppocli.config import tasks
 from ppocli.config.import_guard import TRUST
-from ppocli.config.text import did_you_mean, finite_number, printable, short_path, shown
+from ppocli.config.text import did_you_mean, finite_number, printable, short_path
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.runs import atomic, environment, run_folder, signature
+from ppocli.runs import atomic, environment, run_folder, trust
 from ppocli.runs.record import RunRecord, is_run, read_run
 from ppocli.runs.target import RUNS, list_runs, run_named
 
@@ -41,7 +37,7 @@ class SweepRecord:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The contents of ``sweep.json``, without the signature."""
+        """The contents of ``sweep.json``, without the trust."""
         return {"words": list(self.words), "cwd": self.cwd, "search": self.search,
                 "jobs": [{"varied": list(varied)} for varied in self.jobs]}
 
@@ -52,7 +48,7 @@ def write_sweep(sweep: SweepRecord) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, signature.signed(
+    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, trust.signed(
         sweep.content, SWEEP_FILE, json.dumps(sweep.content)))
 
 
@@ -64,7 +60,7 @@ def read_sweep(folder: Path) -> SweepRecord:
     """
     path = folder / SWEEP_FILE
     try:
-        data = size_limited.read_json(path)
+        data = json.loads(path.read_bytes())
         return SweepRecord(folder.resolve(), tuple(map(str, data["words"])), str(data["cwd"]),
                            tuple(tuple(map(str, job["varied"])) for job in data["jobs"]),
                            data.get("search"))
@@ -80,13 +76,13 @@ def check_own(sweep: SweepRecord, trusts: bool) -> None:
         CheckpointError: its sweep.json is not signed, and ``--trust`` was not typed.
     """
     path = sweep.folder / SWEEP_FILE
-    if not trusts and not signature.is_signed(atomic.read_json(path), SWEEP_FILE,
+    if not trusts and not trust.is_signed(atomic.read_json(path), SWEEP_FILE,
                                               json.dumps(sweep.content)):
         raise CheckpointError(
             f"{short_path(str(sweep.folder))} is not signed with your key, and going on with it "
             f"runs its command: {printable(shlex.join(['ppocli', 'train', *sweep.words]))}",
             where=str(path), fix=f"read that command, and if you trust it add {TRUST}; for a sweep "
-            f"that you started with another key, {signature.KEY_VARIABLE}=FILE")
+            f"that you started with another key, {trust.KEY_VARIABLE}=FILE")
 
 
 def is_sweep(folder: Path) -> bool:
@@ -150,9 +146,6 @@ def job_now(sweep: SweepRecord, number: int) -> JobRecord:
     if run is None:
         starting = run_folder.live_owner(folder) is not None
         return JobRecord(number, varied, folder, "running" if starting else "planned")
-    settings = config_yaml.flat(run.config)  # the run may have been resumed with other values
-    varied |= {key: shown(settings[key]) for key, text in varied.items()
-               if key in settings and settings[key] != _parsed(text)}
     figures, rank = figures_of(run)
     return JobRecord(number, varied, folder, run.status, run, figures, rank)
 
@@ -174,15 +167,6 @@ def figures_of(run: RunRecord) -> tuple[dict[str, float | None], float | None]:
 def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
     """The columns of a table of jobs: labels of what was evaluated."""
     return list(dict.fromkeys(label for job in jobs for label in job.figures))
-
-
-def _parsed(text: str) -> Any:
-    # omegaconf reads 1e-5 as a number where YAML does not
-    try:
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (YAMLError, OmegaConfBaseException):
-        return text
-    return cast(dict[str, Any], read)["value"]
 
 
 def varied_values(varied: Iterable[str]) -> dict[str, str]:

@@ -4,13 +4,13 @@ name."""
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config.text import Say, did_you_mean, pasted
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.runs import checkpoints, manifest, model_files, retention, run_folder
+from ppocli.runs import checkpoints, model_files, retention, run_folder
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
 
 RUNS = Path("runs")
@@ -32,8 +32,6 @@ class Target:
     checkpoint: Path | None = None
     """verified step folder, with value head and optimizer state, if the policy is of a
     checkpoint"""
-    held: retention.Hold | None = field(default=None, compare=False, repr=False)
-    """keeps a running run from pruning the checkpoint as long as this object lives"""
 
     @property
     def label(self) -> str:
@@ -62,17 +60,17 @@ def find_target(name: str | None, *, say: Say, step: int | None = None, best: bo
         also: names besides runs that the user might have meant.
 
     Raises:
-        ConfigError: nothing was given and there is no run, or ``step``/``best`` don't apply; or as
-            :func:`run_named`.
+        ConfigError: as :func:`run_named`; nothing was given and there is no run, or
+            ``step``/``best`` don't apply.
         CheckpointError: the run has no valid checkpoint, or not the one asked for.
         InputError: no such folder, or no model in it.
     """
     path = newest_run(say) if name is None else run_named(name, here=os.path.lexists)
     if name is None or is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
-    inside = _inside_checkpoint(path)
-    if inside is None and not path.exists() and (
-            name.startswith((".", "/", "~")) or _below_a_folder(name)):
+    inside, first = _inside_checkpoint(path), name.partition("/")[0]
+    if inside is None and not path.exists() and (name.startswith((".", "/", "~")) or (
+            first != name and ((RUNS / first).is_dir() or Path(first).is_dir()))):
         raise InputError(f"{name} does not exist (looked in {Path.cwd()}).", where=asked_by,
                          fix="name a run, a checkpoint, a model folder or a Hub name"
                          + did_you_mean(name, known_names()), code="no-such-run")
@@ -83,7 +81,7 @@ def find_target(name: str | None, *, say: Say, step: int | None = None, best: bo
         opened = checkpoints.open_checkpoint(inside)
         run_dir = opened.path.parent.parent
         return Target(name, str(opened.path / model_files.POLICY),
-                      run_dir if is_run(run_dir) else None, opened.step, opened.path, opened.held)
+                      run_dir if is_run(run_dir) else None, opened.step, opened.path)
     return _of_model(name, path, say, asked_by, also)
 
 
@@ -105,8 +103,8 @@ def run_named(name: str, is_match: Callable[[Path], bool] = is_run,
     if not (here or is_match)(path):
         return below
     if path.resolve() != below.resolve():
-        raise ConfigError(f"{name} is both ./{name} and {below}.",
-                          fix=f"write ./{name} or {below}", code="ambiguous-name")
+        raise ConfigError(f"{name} is both ./{name} and {below}.", code="ambiguous-name",
+                          fix=f"write ./{name} or {below}")
     return path
 
 
@@ -191,8 +189,10 @@ def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
     run = record.folder
     if best and step is not None:
         raise ConfigError("--best and --step name two checkpoints.", fix="leave one of them out")
-    if best:
-        step = _best_step(record)
+    if best and (step := checkpoints.best_step(run.checkpoints)) is None:
+        raise CheckpointError(f"{run.path} keeps no best checkpoint.", where=str(run.checkpoints),
+                              fix="choose a step: --step N; or train with "
+                              "checkpoint.keep_best=true and eval.every_steps=N")
     complete = record.status == "finished" and run.model.is_dir()
     final = whole(record.summary, "steps")
     if complete and step in (None, final) and not checkpoint:
@@ -210,44 +210,23 @@ def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
         if not complete:
             say(f"the run is {record.status}: taking its newest checkpoint, step {chosen.step}")
     return Target(f"{shown}, step {chosen.step}", str(chosen.path / model_files.POLICY), run_dir,
-                  chosen.step, chosen.path, chosen.held)
+                  chosen.step, chosen.path)
 
 
 def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> CheckpointError:
-    if (when := retention.removed_at(run.checkpoints)) is not None:
-        return CheckpointError(
-            f"The checkpoints of {shown} were deleted by ppocli runs prune ({when}).",
-            where=str(run.checkpoints), fix="name its model, which is still there: "
-            f"{shown}/model" if finished else "train it again: they can't be brought back")
-    return CheckpointError(f"{shown} holds neither a finished model nor a valid checkpoint.",
-                           where=str(run.checkpoints),
-                           fix=f"go on with the run: ppocli resume {pasted(shown)}")
-
-
-def _best_step(run: RunRecord) -> int:
-    place = run.folder.checkpoints
-    if (step := checkpoints.best_step(place)) is not None:
-        return step
-    steps = [number for number, _ in retention.list_steps(place)]
-    raise CheckpointError(f"{run.folder.path} keeps no best checkpoint.", where=str(place),
-                          fix="choose a step: --step N (there: "
-                          f"{', '.join(map(str, steps)) or 'none'}); or train with "
-                          "checkpoint.keep_best=true and eval.every_steps=N")
+    fix = f"name its model: {shown}/model" if finished else \
+        f"go on with the run: ppocli resume {pasted(shown)}"
+    return CheckpointError(f"{shown} holds no valid checkpoint.", where=str(run.checkpoints),
+                           fix=fix)
 
 
 def _inside_checkpoint(path: Path) -> Path | None:
     """The step folder that ``path`` is, links to, or is the policy folder of."""
     for folder in (path, path.parent if path.name == model_files.POLICY else path):
         is_pointer = folder.name in retention.POINTERS and folder.is_symlink()
-        if (folder / manifest.MANIFEST).is_file() or is_pointer:
+        if (folder / retention.MANIFEST).is_file() or is_pointer:
             return folder
     return None
-
-
-def _below_a_folder(name: str) -> bool:
-    """Whether ``name``, which doesn't exist, begins with an existing folder."""
-    first, slash, _ = name.partition("/")
-    return bool(slash) and (Path(first).is_dir() or (RUNS / first).is_dir())
 
 
 def _of_model(name: str, path: Path, say: Say, asked_by: str, also: Sequence[str]) -> Target:

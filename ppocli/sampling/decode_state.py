@@ -253,10 +253,9 @@ class DecodeState:
         Args:
             prompt_tokens, prompt_mask: [N, Q] of all, padded on the left.
         """
-        from transformers import DynamicCache, EncoderDecoderCache
+        from transformers import DynamicCache
 
-        start, lm, give_room = self.decoder.start, self.decoder.lm, transformers_internals.give_room
-        device = lm.base_model.device
+        device = self.decoder.lm.base_model.device
         cpu_mask = prompt_mask[rows.start:rows.stop]
         skip = cpu_mask.shape[1] - max(int(cpu_mask.sum(1).max()), 1)
         cpu_mask = cpu_mask[:, skip:]
@@ -267,17 +266,27 @@ class DecodeState:
             "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
             "done": torch.zeros(count, dtype=torch.bool, device=device),
             "padding": (~cpu_mask).sum(1)}
-        if start is not None:
-            tokens, mask = layout.right_padded(tokens, mask)
-            encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
-            cache = EncoderDecoderCache(give_room(DynamicCache(), self.steps), DynamicCache())
-            return LiveRows(
-                **columns, attention=None, inputs=torch.full((count, 1), start, device=device),
-                positions=torch.zeros(count, 1, dtype=torch.long, device=device), cache=cache,
-                encoded=encoded.last_hidden_state, encoder_mask=mask.long())
-        cache = give_room(DynamicCache(config=lm.config), self.prompt_tokens + self.steps - 1)
+        if (start := self.decoder.start) is not None:
+            return self._encoded_rows(start, tokens, mask, columns)
+        cache = transformers_internals.give_room(
+            DynamicCache(config=self.decoder.lm.config), self.prompt_tokens + self.steps - 1)
         return LiveRows(**columns, inputs=tokens, attention=None if bool(cpu_mask.all()) else mask,
                         positions=(mask.long().cumsum(1) - 1).clamp(min=0), cache=cache)
+
+    def _encoded_rows(self, start: int, tokens: torch.Tensor, mask: torch.Tensor,
+                      columns: dict[str, Any]) -> LiveRows:
+        """As :meth:`first_rows`, of prompts that an encoder reads."""
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        count, device = len(tokens), tokens.device
+        tokens, mask = layout.right_padded(tokens, mask)
+        encoded = self.decoder.lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
+        cache = EncoderDecoderCache(transformers_internals.give_room(DynamicCache(), self.steps),
+                                    DynamicCache())
+        return LiveRows(
+            **columns, attention=None, inputs=torch.full((count, 1), start, device=device),
+            positions=torch.zeros(count, 1, dtype=torch.long, device=device), cache=cache,
+            encoded=encoded.last_hidden_state, encoder_mask=mask.long())
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""

@@ -281,6 +281,23 @@ def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any
         yield part
 
 
+def _chunk_by_chunk(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec: SamplingSpec,
+                    stream: int, model: GenerationModel, stop: StopFlag, *, phase: str, chunk: int
+                    ) -> Iterator[Samples]:
+    """As :func:`sample_chunks`, of several ranks."""
+    in_step, tokens = is_sharded(model.lm), prompts.tokens.shape[1] + spec.max_new_tokens
+    for start in range(0, len(prompts), chunk):
+        stop.meet()
+        part = prompts.rows(range(start, min(start + chunk, len(prompts))))
+
+        def work(part: PromptBatch = part) -> Samples:
+            made, = sampler.sample(part, spec, stream, model, stop, chunk=len(part),
+                                   at_once=passes.limit(phase, len(part)))
+            return made
+
+        yield passes.retry(phase, len(part), tokens, work, in_step=in_step)
+
+
 def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec: SamplingSpec,
                   stream: int, model: GenerationModel, stop: StopFlag, *, phase: str, chunk: int
                   ) -> Iterator[Samples]:
@@ -297,21 +314,11 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
         OutOfMemoryError: there is no room for one sample.
         PpocliError: what went wrong on any rank.
     """
-    ranks, most = passes.backend.ranks, min(chunk, len(prompts))
-    tokens = prompts.tokens.shape[1] + spec.max_new_tokens
-    if ranks.world > 1:
-        in_step = is_sharded(model.lm)
-        for start in range(0, len(prompts), chunk):
-            stop.meet()
-            part = prompts.rows(range(start, min(start + chunk, len(prompts))))
-
-            def work(part: PromptBatch = part) -> Samples:
-                made, = sampler.sample(part, spec, stream, model, stop, chunk=len(part),
-                                       at_once=passes.limit(phase, len(part)))
-                return made
-
-            yield passes.retry(phase, len(part), tokens, work, in_step=in_step)
+    if passes.backend.ranks.world > 1:
+        yield from _chunk_by_chunk(sampler, passes, prompts, spec, stream, model, stop, phase=phase,
+                                   chunk=chunk)
         return
+    most, tokens = min(chunk, len(prompts)), prompts.tokens.shape[1] + spec.max_new_tokens
     stop.meet()
     done = 0
     while done < len(prompts):

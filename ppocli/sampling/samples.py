@@ -124,10 +124,6 @@ class Samples:
         """[B] lists of the ids that the policy chose."""
         return response_ids(self.sequences.action_tokens, self.mask)
 
-    def first(self, count: int) -> Samples:
-        """The first ``count`` samples."""
-        return self.rows(slice(count))
-
     def rows(self, index: Any) -> Samples:
         """The samples at ``index`` (a slice or a tensor of places), padding and all."""
         return rows_of(self, index)

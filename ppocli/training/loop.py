@@ -146,7 +146,8 @@ def learn(run: Run, batch: Any) -> None:
     run.intact = False
     run.enter("optimize", f"step {step}, optimize")
     try:
-        result = optimize(task, plan, state, run.stop, board and partial(board.enter, "optimize"))
+        result = optimize(task, plan, state, run.stop,
+                          None if board is None else partial(board.enter, "optimize"))
         if not task.trained.is_finite():
             raise diverged(task, f"The policy's weights became non-finite in step {step}.")
     except DivergedError as error:
@@ -312,6 +313,7 @@ def keep_checkpoints(task: Task, run: run_folder.RunFolder, state: TrainState) -
     stands."""
     folder, cfg = run.checkpoints, task.cfg.checkpoint
     best = state.best.step if state.best and cfg.keep_best else None
-    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state)),
+    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.resume.kept_step(state),
+                                       newest=state.step),
                       *retention.update_pointers(folder, latest=state.step, best=best)]:
         log.warning(complaint)

@@ -33,8 +33,7 @@ from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdic
 log = logging.getLogger("ppocli")
 
 GRACE_SECONDS = 20.0
-"""SIGTERM lets the phase finish if that takes no longer than this; Ctrl-C always does (whoever
-presses it twice leaves at once)"""
+"""SIGTERM lets the phase finish if that takes no longer; Ctrl-C, pressed once, always does"""
 T = TypeVar("T")
 
 
@@ -251,7 +250,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         means[name] = max(column) if name in task.maxima else reduce(add, column) / len(column)
     return OptimizeResult(
         verdicts[Verdict.STEP], verdicts[Verdict.SKIP] + verdicts[Verdict.NONFINITE], nonfinite,
-        Verdict.STOP in verdicts, lr, means, int(ranks.sum(torch.tensor(tokens))), first, made)
+        Verdict.STOP in verdicts, lr, means, sum(ranks.gather(tokens)), first, made)
 
 
 def _warn_nonfinite(task: Task, terms: dict[str, float], count: int, step: int) -> None:
@@ -283,7 +282,8 @@ def _merged(task: Task, terms: list[torch.Tensor]) -> torch.Tensor:
     on_device = to_device(is_max, total.device)
     for more in terms[1:]:
         total = torch.where(on_device, torch.maximum(total, more), total + more)
-    return total if ranks.world == 1 else torch.where(is_max, ranks.max(total), ranks.sum(total))
+    return total if ranks.world == 1 else torch.where(
+        is_max, ranks.reduce(total, "MAX"), ranks.reduce(total, "SUM"))
 
 
 def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]

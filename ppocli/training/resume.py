@@ -52,12 +52,10 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
                  *retention.clean_staging(folder.nonfinite_dump),
                  *atomic.repair_published(folder.model))
     for place in (folder.path, folder.events):
-        retention.sweep(place, atomic.TEMPORARY_PREFIX)
+        atomic.sweep(place)
     search = checkpoints.find_latest(folder.checkpoints, run_id=run_id)
     for line in (*leftovers, *search.skipped):
         log.warning(line)
-    # also with resume=auto: starting afresh would remove what was worth keeping
-    checkpoints.refuse_pruned(folder, getattr(search.checkpoint, "step", None))
     if search.checkpoint is not None:
         here = made_on(task.backend)
         other = {name: (before, value) for name, value in here.items()
@@ -69,6 +67,7 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         saved = TrainState.from_json(search.checkpoint.state)
         return search.checkpoint.path, _adopt(task, saved, fresh, folder)
     if task.cfg.resume == "auto":
+        checkpoints.refuse_pruned(folder)  # starting afresh would remove what was worth keeping
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)
         _forget_after(folder, -1, -1)
@@ -81,15 +80,9 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
 
 def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainState) -> None:
     """Cut the run's files back to a checkpoint that has been loaded."""
-    for step in retention.supersede(folder.checkpoints, state.step):
-        log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
-                    state.step)
     loop.keep_checkpoints(task, folder, state)  # a kill may have come between a save and this
-    (folder.checkpoints / retention.PRUNED).unlink(missing_ok=True)  # nothing of it is missing now
     last_row = state.step - (state.pending is not None)
     _forget_after(folder, state.step, last_row)
-    for problem in run_logs.row_problems(folder.metrics, folder.samples, last_row):
-        log.warning("%s: lost or changed since it was written", problem)
     if state.episodes < task.length.total_samples:
         _set_aside_finished(folder)
     log.info("resuming step %d of %d from %s (verified)", state.step, task.length.total_steps, path)

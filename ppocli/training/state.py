@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from ppocli.config import schema, size_limited, tasks
+from ppocli.config import schema, tasks
 from ppocli.errors import CheckpointError
 
 PHASES = ("startup", "rollout", "reward", "scoring", "optimize", "gather", "other", "eval",
@@ -196,7 +196,7 @@ class Generators:
         if rank > 0 and not tensors.is_file():
             return None
         try:
-            return Generators(load_file(tensors), size_limited.read_json(numbers))
+            return Generators(load_file(tensors), json.loads(numbers.read_bytes()))
         except ValueError:
             raise CheckpointError(f"{numbers} is damaged.", where=str(folder),
                                   fix="remove this checkpoint: the one before is taken") from None

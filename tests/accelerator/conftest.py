@@ -23,5 +23,4 @@ def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator["simulated.Simulated"]:
     with simulated.opened() as device:
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "sim")  # without a number, as CUDA's is
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
         yield device

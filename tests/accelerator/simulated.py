@@ -5,7 +5,7 @@ An operation on tensors of both sides raises, but for copies and for host tensor
 dimensions, as on a GPU. Waits are counted, with the line of ppocli that asked for them: a wait is
 what ``torch.cuda.set_sync_debug_mode`` warns of, numbers read from the device,
 copies that are not said to be non-blocking, shapes that depend on data. A non-blocking copy to the
-host arrives with the next wait and not before. Memory is the storages that tensors hold.
+host arrives with the next wait and not before.
 
 The device is torch's "PrivateUse1". It has to be there before a process makes its first backward
 pass, and stays for as long as the process does.
@@ -32,52 +32,10 @@ _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique", "_uniq
 """operations whose result, or its shape, the host has to know"""
 _COPIES = {"_to_copy", "copy_"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
-_IN_BF16 = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
-"""operations that autocast computes in its type"""
 
 
 class MixedDevicesError(RuntimeError):
     """One operation on tensors of the host and of the device."""
-
-
-class Ledger:
-    """Bytes on the device."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, tuple[int, int]] = {}
-        """how many tensors hold a storage, and its size"""
-        self.allocated = self.peak = 0
-        self.size = 2**40
-
-    def book(self, storage: Any) -> None:
-        """A tensor holds this storage."""
-        count, size = self.storages.get(storage._cdata, (0, storage.nbytes()))
-        self.storages[storage._cdata] = count + 1, size
-        if not count:
-            self.allocated += size
-            self.peak = max(self.peak, self.allocated)
-
-    def drop(self, key: int) -> None:
-        """A tensor that held it is gone."""
-        count, size = self.storages.pop(key)
-        if count > 1:
-            self.storages[key] = count - 1, size
-        else:
-            self.allocated -= size
-
-
-MEMORY = Ledger()
-
-
-class _Held:
-    """Goes with a tensor, and takes its storage off the device's account then."""
-
-    def __init__(self, host: torch.Tensor) -> None:
-        self.memory, self.storage = MEMORY, host.untyped_storage()
-        self.memory.book(self.storage)
-
-    def __del__(self) -> None:
-        self.memory.drop(self.storage._cdata)
 
 
 class OnDevice(torch.Tensor):
@@ -91,7 +49,7 @@ class OnDevice(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(),
             dtype=host.dtype, layout=host.layout, device=torch.device(NAME, 0))
-        made.host, made.held = host, _Held(host)
+        made.host = host
         return made
 
     def __repr__(self) -> str:
@@ -306,18 +264,14 @@ class _Module:
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
     manual_seed_all = empty_cache = staticmethod(lambda *_: None)
+    reset_peak_memory_stats = staticmethod(lambda device=None: None)
     set_device = staticmethod(_set_device)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
     get_rng_state = staticmethod(lambda device=None: torch.zeros(16, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda state, device=None: None)
-    memory_allocated = staticmethod(lambda device=None: MEMORY.allocated)
-    max_memory_allocated = staticmethod(lambda device=None: MEMORY.peak)
-    mem_get_info = staticmethod(lambda device=None: (MEMORY.size - MEMORY.allocated, MEMORY.size))
+    memory_allocated = max_memory_allocated = staticmethod(lambda device=None: 2**20)
+    mem_get_info = staticmethod(lambda device=None: (2**40, 2**40))
     get_device_name = staticmethod(lambda device=None: "simulated")
-
-    @staticmethod
-    def reset_peak_memory_stats(device: Any = None) -> None:
-        MEMORY.peak = MEMORY.allocated
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
@@ -328,27 +282,6 @@ class _Module:
 def register() -> None:
     """Make the device known to torch, once for the process."""
     _setup_privateuseone_for_python_backend(NAME, _Module())
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel)
-    some = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-
-    def cast(op: Any) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            dtype = torch.get_autocast_dtype(NAME)
-            args, kwargs = tree_map(lambda one: one.to(dtype) if isinstance(
-                one, torch.Tensor) and one.dtype == torch.float32 else one, (args, kwargs))
-            with torch._C._ExcludeDispatchKeyGuard(key):
-                return op(*args, **kwargs)
-        return kernel
-
-    for name in _IN_BF16:
-        some.impl(name, cast(getattr(aten, name)))
-    _LIBRARIES.extend((everything, some))
-
-
-_LIBRARIES: list[torch.library.Library] = []
-"""what is registered, for as long as these are there"""
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import torch
 from helpers import save_lm
 from sessions import (
     count_letters,
-    experience_of,
     fresh_state,
     optimize,
     rollout_of,
@@ -77,17 +76,6 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_bf16_computes_and_trains(sim, tmp_path, weights):
-    cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision="bf16",
-                       hardware__weights=weights, ppo__optimizer__lr=0.0)
-    with session_of(cfg, reward=count_letters) as session:
-        result = optimize(session, experience_of(session))
-    assert result.terms["ratio"] == pytest.approx(1.0, abs=0.05)
-    assert result.updates == 8
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     {}, {"model__peft": {"type": "lora"}}, {"model__num_layers_unfrozen": 1}],
     ids=["all", "lora", "top"])
@@ -104,7 +92,6 @@ def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, 
             write_config(cfg, folder / "config.yaml")
             result = run_worker(Start.of_folder(folder, resume=steps != parts[0]))
         assert result.summary["status"] == "finished"
-        assert 0 < result.summary["peak_memory_mib"] < 100  # the device's, not this process's
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [0, 1, 2]
         state = next((folder / "checkpoints").glob("*2/rng.safetensors"))

@@ -1,7 +1,5 @@
 """The simulated device itself: what it sees, and that it computes what the host computes."""
 
-from contextlib import suppress
-
 import pytest
 import torch
 from simulated import MixedDevicesError, opened
@@ -25,17 +23,10 @@ def test_operations_of_both_sides_raise_and_numbers_without_dimensions_do_not(de
     assert (there + torch.tensor(2.0)).tolist() == [3.0] * 3
 
 
-def test_an_operation_of_both_sides_that_somebody_caught_is_told_at_the_end():
-    with (pytest.raises(AssertionError, match="lie on the host"), opened(), suppress(RuntimeError)):
-        torch.ones(2, device="sim").add(torch.ones(2))
-
-
 @pytest.mark.parametrize(("work", "waits"), [
     (lambda x: x.sum().item(), 1), (lambda x: bool((x > 0).all()), 1), (lambda x: x.tolist(), 1),
     (lambda x: x.cpu(), 1), (lambda x: x[x > 1], 1), (lambda x: (x > 1).nonzero(), 1),
-    (lambda x: x.masked_select(x > 1), 1), (lambda x: x.unique(), 1),
-    (lambda x: x.copy_(torch.zeros(4)), 1), (lambda x: torch.zeros(4).copy_(x), 1),
-    (lambda x: torch.zeros(4).to("sim"), 1), (lambda x: torch.tensor([1.0], device="sim"), 1),
+    (lambda x: torch.zeros(4).copy_(x), 1), (lambda x: torch.zeros(4).to("sim"), 1),
     (lambda x: x.to("cpu", non_blocking=True), 0), (lambda x: x.masked_fill_(x > 1, 0.0), 0),
     (lambda x: torch.zeros(4).pin_memory().to("sim", non_blocking=True), 0),
     (lambda x: torch.zeros(4).to("sim", non_blocking=True), 1),

@@ -49,7 +49,6 @@ SAMPLED = {"generation__stop_token_ids": [5, 9, 14], "generation__max_new_tokens
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
     "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}},
-    "bf16": {"hardware__precision": "bf16"},
     "one row a pass": {"ppo__micro_batch_size": 1},
     "a critic of its own": {"model__value__kind": "model"},
     "a KL in the loss": {"ppo__kl_in": "loss", "ppo__kl_estimator": "k3"},

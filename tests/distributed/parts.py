@@ -41,13 +41,6 @@ def held_by_reference(session: Session) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def state_elements(session: Session) -> int:
-    """Elements of this rank's optimizer state."""
-    inner = getattr(session.trained.optimizer, "optimizer", session.trained.optimizer)
-    return sum(value.numel() for slots in inner.state.values() for value in slots.values()
-               if torch.is_tensor(value))
-
-
 def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tensor]:
     """What one session comes to."""
     session = build_session(cfg, backend, PythonObjects(reward_fn=reward))
@@ -66,7 +59,6 @@ def run(cfg: TrainConfig, backend: Backend, reward: Any) -> dict[str, torch.Tens
     found["later/kl"], found["later/logprobs"] = later.kl.clone(), later.logprobs.clone()
     found["counts"] += came_to["counts"]
     found["eval"] = evaluation(session)
-    sizes.append(state_elements(session))
     found["sizes"] = torch.tensor(backend.ranks.gather(sizes))
     leave(session)
     return found

@@ -7,42 +7,19 @@ from pathlib import Path
 import pytest
 from helpers import environment
 from runs import free_port, wait_for
-from sessions import small_config
+from sessions import FIXED, small_config
 from warm import begin
 
 REWARD = '''\
-import os
-
-
-def broken_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        raise ValueError("no reward today")
-    return [float(len(text)) for text in outputs]
-
-
 def unlike(outputs, **columns):
     """Draws random numbers: each rank has its own, and they go on exactly."""
     import random
 
     return [len(text) + random.random() for text in outputs]
-
-
-def a_bug(outputs, **columns):
-    import torch
-
-    if os.environ.get("RANK") == "1":
-        torch.distributed.all_gather_object = None
-    return [1.0 for _ in outputs]
-
-
-def dies_on_one_rank(outputs, **columns):
-    if os.environ.get("RANK") == "1":
-        os.kill(os.getpid(), 9)
-    return [1.0 for _ in outputs]
 '''
 LONG = ("ppo.num_steps=400", "eval.every_steps=100", "checkpoint.every_steps=100")
 SCRIPT = Path(__file__).with_name("one_update.py")
-ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
+ODD = {**FIXED, "ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
        "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
        "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.name": "sgd",
        "ppo.optimizer.lr": 1e-2, "ppo.scheduler.name": "constant", "prompts.eval.limit": 5,

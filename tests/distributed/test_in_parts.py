@@ -67,9 +67,9 @@ def test_two_ranks_come_to_what_one_process_comes_to(alone, in_parts, scenario):
 def test_every_rank_holds_its_part(alone, in_parts):
     """Half of policy and reference, and whole weights only where they are gathered; a tensor of
     odd size is filled up by one element."""
-    [whole, reference, _, _], = alone["copy"]["sizes"].tolist()
+    [whole, reference, _], = alone["copy"]["sizes"].tolist()
     for scenario, found in in_parts.items():
-        for policy, kept, acting, _ in found["sizes"].tolist():
+        for policy, kept, acting in found["sizes"].tolist():
             assert 0 <= policy - whole / 2 < 40
             assert 0 <= kept - reference / 2 < 40
             # with all weights whole, or with those of the two heads

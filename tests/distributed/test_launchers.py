@@ -82,6 +82,7 @@ def assert_same_as_alone(world: Path, name: str) -> None:
     assert_tidy(world / "runs" / name)
 
 
+@pytest.mark.slow
 def test_two_tasks_of_srun_are_the_ranks_of_one_run(world):
     first, second = srun("train", *words(*ONE), cwd=world)
     [folder] = (world / "runs").iterdir()

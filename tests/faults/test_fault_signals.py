@@ -53,6 +53,7 @@ def test_a_token_in_a_word_is_refused_unshown(word, command, world, monkeypatch)
     assert not (world / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_with_an_invalid_job_runs_the_others(world):
     given = words("ppo.num_steps=1", "hydra.sweep.dir=sweep")
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]

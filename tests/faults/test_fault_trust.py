@@ -25,7 +25,7 @@ from ppocli.errors import CheckpointError, RewardError
 from ppocli.launch.local_ranks import Start
 from ppocli.launch.target_config import allow_code
 from ppocli.rewards.resolve import locate_reward
-from ppocli.runs import atomic, record, run_folder, signature, sweeps
+from ppocli.runs import atomic, record, run_folder, sweeps, trust
 
 EVIL = """\
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_a_strangers_run_runs_nothing_that_it_names(given, stranger, app, mark):
     assert "dl/run is not signed with your key" in done.err
     assert "reward.fn: dl/run/evil.py:score" in done.err
     assert "add --trust" in done.err
-    assert str(signature.key_path()) in done.err
+    assert str(trust.key_path()) in done.err
 
 
 @pytest.mark.parametrize("given", ["report dl/run", "generate dl/run -p it"])
@@ -125,7 +125,7 @@ def test_trust_runs_it_and_going_on_makes_the_run_mine(stranger, app, mark):
     app("eval", "dl/run", "--trust", "--limit", "1", code=0)
     assert mark.exists()
     app("resume", "dl/run", "--trust", "ppo.num_steps=5", code=0)
-    assert signature.is_own_run(stranger)
+    assert trust.is_own_run(stranger)
     app("eval", "dl/run", "--limit", "1", "--name", "mine", code=0)
     rewrite(stranger, lambda config: config["reward"].update(timeout=1))
     assert "not signed" in app("eval", "dl/run", code=5).err
@@ -133,9 +133,9 @@ def test_trust_runs_it_and_going_on_makes_the_run_mine(stranger, app, mark):
 
 def test_my_own_run_needs_nothing_wherever_it_lies(finished, here):
     elsewhere = finished.rename(here / "moved")
-    assert signature.is_own_run(elsewhere)
+    assert trust.is_own_run(elsewhere)
     (here / "link").symlink_to(elsewhere)
-    assert signature.is_own_run(here / "link")
+    assert trust.is_own_run(here / "link")
 
 
 @pytest.mark.parametrize("forged", ["other run", "other key", "digest"])
@@ -147,9 +147,9 @@ def test_a_signature_can_be_neither_moved_nor_made(forged, finished, here, monke
         told["signed"] = [atomic.sha256_file(finished / "config.yaml")]
     else:
         monkeypatch.setenv("PPOCLI_KEY_FILE", str(here / "keys/other"))
-        signature.own_key()
+        trust.own_key()
     (finished / "run.json").write_text(json.dumps(told))
-    assert not signature.is_own_run(finished)
+    assert not trust.is_own_run(finished)
 
 
 def test_settings_are_signed_before_they_take_their_place(finished, monkeypatch):
@@ -158,25 +158,17 @@ def test_settings_are_signed_before_they_take_their_place(finished, monkeypatch)
     run_folder.write_config(rewritten, finished / config_yaml.NEXT_CONFIG_FILE)
     monkeypatch.setattr(config_yaml, "accept_config", lambda run_dir: None)
     record.accept_settings(finished, 2)
-    assert signature.is_own_run(finished)
+    assert trust.is_own_run(finished)
     (finished / config_yaml.NEXT_CONFIG_FILE).rename(finished / "config.yaml")
-    assert signature.is_own_run(finished)
-
-
-def test_what_a_run_settles_for_itself_is_signed_too(finished):
-    settled = replace(config_yaml.read_config(finished / "config.yaml"), seed=5)
-    record.settle(finished, settled)
-    assert config_yaml.read_config(finished / "config.yaml") == settled
-    assert signature.is_own_run(finished)
-    assert not (finished / config_yaml.NEXT_CONFIG_FILE).exists()
+    assert trust.is_own_run(finished)
 
 
 def test_a_key_is_made_once_and_for_its_owner_alone(here, monkeypatch):
     monkeypatch.delenv("PPOCLI_KEY_FILE")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "xdg"))
-    key = signature.own_key()
+    key = trust.own_key()
     path = here / "xdg/ppocli/key"
-    assert (len(key), signature.own_key(), path.read_bytes()) == (32, key, key)
+    assert (len(key), trust.own_key(), path.read_bytes()) == (32, key, key)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [file.name for file in path.parent.iterdir()] == ["key"]
 
@@ -186,14 +178,14 @@ def test_without_a_place_for_a_key_a_run_goes_on_and_says_so_once(place, here, m
     (here / "file").write_text("no folder")
     (here / "short").write_text("no key")
     monkeypatch.setenv("PPOCLI_KEY_FILE", str(here / place))
-    signature._warn_once.cache_clear()
+    trust._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "ppocli"):
-        told = [signature.signed({"run_id": "x"}, "x", "y") for _ in range(2)]
+        told = [trust.signed({"run_id": "x"}, "x", "y") for _ in range(2)]
     assert told == [{"run_id": "x"}] * 2
     [warning] = caplog.records
     assert str(here / place) in warning.getMessage()
     assert "PPOCLI_KEY_FILE" in warning.getMessage()
-    assert not signature.is_signed(told[0], "x", "y")
+    assert not trust.is_signed(told[0], "x", "y")
 
 
 def test_a_strangers_sweep_is_a_command_line(here, app):
@@ -322,24 +314,16 @@ def test_nothing_is_written_through_a_link(name, finished, app, here):
     path.symlink_to(aside)
     before = {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
     done = app("resume", "runs/mine", "ppo.num_steps=5", code=5)
-    assert f"{name} is a link to {aside}" in done.err
+    assert f"{name} is a link" in done.err
     assert "changed on resume" not in done.err
     assert before == {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
     assert path.is_symlink()
 
 
-def test_a_folder_in_a_files_place_is_refused(finished, app):
-    path = finished / "metrics.jsonl"
-    path.unlink()
-    path.mkdir()
-    done = app("resume", "runs/mine", "ppo.num_steps=5", code=5)
-    assert f"{path} is a folder, and a file of the run belongs there" in done.err
-
-
 def test_results_do_not_leave_the_run_either(finished, app, here):
     (here / "outside").mkdir()
     (finished / "export").symlink_to(here / "outside")
-    assert "is a link to" in app("export", "runs/mine", code=5).err
+    assert "is a link" in app("export", "runs/mine", code=5).err
     assert list((here / "outside").iterdir()) == []
 
 
@@ -354,16 +338,3 @@ def test_locks_and_rows_are_opened_without_following(here):
         with pytest.raises(DiskError, match="Won't follow a link"):
             use()
     assert (here / "mine").read_text() == "kept"
-
-
-@pytest.mark.slow
-def test_a_run_that_is_itself_behind_a_link_goes_on(finished, app, here):
-    disk = here / "disk"
-    (here / "runs").rename(disk)
-    (here / "runs").symlink_to(disk)
-    (here / "linked").symlink_to(disk / "mine")
-    assert (disk / "mine/checkpoints/latest").is_symlink()
-    (disk / "mine/checkpoints/.tmp-0123abcd").symlink_to("step-000001")  # of a kill
-    for run in ("runs/mine", "linked"):
-        run_folder.refuse_links(here / run)
-    app("resume", "linked", "ppo.num_steps=5", code=0)

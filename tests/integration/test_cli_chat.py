@@ -91,15 +91,6 @@ def test_the_conversation_is_kept_and_repeats_with_its_seed(talker, capsys):
     assert blank == ""
 
 
-def test_the_first_answer_is_that_of_generate(talker, capsys):
-    generation = changed_sampling(TrainConfig(), {"max_new_tokens": 6, "min_new_tokens": 2})
-    text = talker.render(["the film"], chat=True)
-    assert text == ["you the film . i "]
-    tokens = talker.tokens(text, generation, chat=True)
-    answer, = [a for batch in talker.answers(tokens, generation, seed=0) for a in batch]
-    assert shown(capsys, chat_with(talker), "the film").out == answer.text + "\n"
-
-
 def test_the_oldest_turns_are_dropped_and_a_note_tells_once(talker, capsys):
     talk = chat_with(talker, system="be warm", max_new_tokens=20)
     for turn in range(6):
@@ -120,8 +111,6 @@ def test_wrong_lines_are_refused_and_the_chat_goes_on(talker, capsys):
     talk = chat_with(talker)
     for line, message in (
             ("/foo", "There is no command /foo"), ("/set seed=-1", "it takes a number"),
-            ("/set temperature", "it takes a number"),
-            ("/set heat=3", "'heat' is not a sampling setting"),
             ("/set temperature=-1", "generation.temperature: -1 must be"),
             ("the film " * 40, "exceed the model's 64 positions"),
             ("a \ud800", "tokenizer cannot encode")):

@@ -1,8 +1,6 @@
 """Words, recipes and config files to a configuration, through Hydra, in this process."""
 
-import logging
 import os
-import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -62,10 +60,12 @@ def test_every_shipped_recipe_composes_without_problems(name):
 
 
 def test_every_shipped_group_option_composes():
-    plain = values()
-    for group, options in config_groups().items():
-        for option in options:
-            assert values(f"{group}={option}") != plain, option
+    """One of each group at a time."""
+    plain, groups = values(), config_groups()
+    for number in range(max(map(len, groups.values()))):
+        chosen = [f"{group}={list(options)[number % len(options)]}"
+                  for group, options in groups.items()]
+        assert values(*chosen) != plain, chosen
 
 
 def test_the_recipe_is_below_the_command_line_whatever_the_order():
@@ -79,31 +79,22 @@ def test_the_recipe_is_below_the_command_line_whatever_the_order():
 def test_files_and_defaults_give_way_to_typed_words_that_they_contradict():
     ppo = checked("+recipe=quickstart", "ppo.num_steps=2", "ppo.num_rollouts=24").config.ppo
     assert (ppo.num_steps, ppo.total_episodes, ppo.mini_batch_size) == (2, None, 24)
-    ppo = checked(*RUNNABLE, "ppo.num_steps=null", "ppo.epochs=1", "ppo.num_rollouts=8").config.ppo
-    assert (ppo.epochs, ppo.total_episodes, ppo.num_steps, ppo.mini_batch_size) == (
-        1, None, None, 8)
-    assert checked("+recipe=quickstart", "ppo.num_rollouts=512").config.ppo.mini_batch_size == 64
     short = checked("+recipe=quickstart", "generation.max_new_tokens=4").config.reward
     assert (short.min_response_length, short.min_response_penalty) == (4, 0.035)
     assert checked("+recipe=quickstart", "reward=null", "reward.fn=length",
                    "reward.kwargs.target=9").config.reward.min_response_length is None
     assert "contradict each other" in refused("+recipe=quickstart", "ppo.num_steps=2",
                                               "ppo.total_episodes=64")
-    assert "ppo.epochs, ppo.num_steps: 2 epochs and 3 steps" in refused(
-        "+recipe=quickstart", "ppo.epochs=2", "ppo.num_steps=3"), "the recipe's has given way"
     assert "mini_batch_size 32 must be at most num_rollouts 24" in refused(
         "+recipe=quickstart", "ppo.mini_batch_size=32", "ppo.num_rollouts=24")
     sft = checked("+recipe=arithmetic_sft", "sft.num_updates=3").config.sft
     assert (sft.epochs, sft.num_updates) == (None, 3)
-    assert checked("+recipe=hh_sft", "sft.mini_batch_size=2").config.sft.micro_batch_size == 2
-    assert "contradict each other" in refused("+recipe=hh_sft", "sft.epochs=1", "sft.num_updates=3")
 
 
 def test_groups_are_chosen_added_and_removed():
     assert checked(*RUNNABLE, "ppo=trl").config.ppo.kl_controller == "adaptive"
     assert checked("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None
-    for word in ("~ppo", "ppo=null"):
-        assert checked("+recipe=imdb_sentiment", word).config.ppo.max_grad_norm == 1.0
+    assert checked("+recipe=imdb_sentiment", "ppo=null").config.ppo.max_grad_norm == 1.0
 
 
 ALIKE = {"ppo_epochs": 4, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2,
@@ -112,19 +103,11 @@ ALIKE = {"ppo_epochs": 4, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprang
 """what the defaults of trlX and of TRL's two trainers have in common, but for what is said below"""
 
 
-def test_a_recipe_that_goes_over_a_preset_says_so(capsys):
-    both = ("+recipe=quickstart", "ppo=trlx")
-    note, = composed(*both).notes
+def test_a_recipe_that_goes_over_a_preset_says_so():
+    note, = composed("+recipe=quickstart", "ppo=trlx").notes
     assert "recipes/quickstart.yaml goes over ppo=trlx: ppo.init_kl_coef=0.05 (not 0.001), " in note
     assert "betas" not in note  # which the recipe leaves alone
-    note, = composed(*both, "ppo.init_kl_coef=0.2").notes
-    assert "init_kl_coef" not in note
-    assert "ppo.optimizer.lr=0.001 (not 3e-05)" in note
-    for alone in (("+recipe=quickstart",), (*RUNNABLE, "ppo=trlx"),
-                  (*RUNNABLE, "ppo=trlx", "ppo.optimizer.lr=1e-4")):
-        assert composed(*alone).notes == ()
-    print_composition(read_words([*both, "--cfg", "job"]))
-    assert "goes over ppo=trlx" in capsys.readouterr().err
+    assert composed(*RUNNABLE, "ppo=trlx", "ppo.optimizer.lr=1e-4").notes == ()
 
 
 @pytest.mark.parametrize(("option", "defaults"), [
@@ -160,13 +143,11 @@ def test_free_mappings_take_new_keys_without_plus():
     assert "label" not in checked("+recipe=quickstart", "~reward.kwargs.label").config.reward.kwargs
 
 
-def test_an_empty_mapping_empties_one(capsys):
+def test_an_empty_mapping_empties_one():
     config = checked("+recipe=quickstart", "model.peft.type=lora", "model.peft={}",
                      "reward.fns.a={fn: length}", "reward.fns={}", "reward.kwargs={}",
                      "reward.kwargs.x={y:1}", "reward.kwargs.x={}").config
     assert (config.model.peft, config.reward.fns, config.reward.kwargs) == ({}, {}, {"x": {}})
-    printed("+recipe=quickstart", "reward.kwargs={}", "--cfg", "job", "-p", "reward.kwargs")
-    assert capsys.readouterr().out == "{}\n"
 
 
 def test_interpolations_are_resolved():
@@ -184,29 +165,12 @@ def test_own_recipes_come_before_the_shipped_ones():
     assert (mine.seed, mine.model.path) == (78, "builtin:reviews")
 
 
-@pytest.mark.parametrize("place", ["mine.yaml", "recipe/mine.yaml"])
-def test_config_dirs_hold_recipes(place):
-    write(f"lib/{place}", "# @package _global_\nseed: 9\n")
+def test_config_dirs_hold_recipes():
+    write("lib/mine.yaml", "# @package _global_\nseed: 9\n")
     assert values("--config-dir", "lib", "+recipe=mine").seed == 9
     write("lib/recipe/deep/down.yaml", "# @package _global_\nseed: 11\n")
     deep = composed("--config-dir", "lib", "+recipe=deep/down")
     assert (deep.values().seed, deep.name) == (11, "down")
-
-
-def test_config_dirs_hold_group_options_of_ones_own():
-    write("lib/model/reviews.yaml", "path: ./mine\n")
-    assert values("-cd", "lib", "model=reviews").model.path == "./mine"
-
-
-def test_nothing_is_left_behind():
-    argv, handlers = list(sys.argv), list(logging.getLogger().handlers)
-    level = logging.getLogger().level
-    checked("+recipe=quickstart")
-    refused("+recipe=quickstart", "ppo.nope=1")
-    assert os.listdir() == []
-    assert (sys.argv, logging.getLogger().handlers, logging.getLogger().level) == (
-        argv, handlers, level)
-    assert "HYDRA_FULL_ERROR" not in os.environ
 
 
 def test_printing_composes_nothing(capsys):
@@ -222,25 +186,14 @@ def test_each_wrong_word_has_its_problem():
     texts = {
         "ppo.lrr=1": "ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from command line)",
         "modl=reviews": "modl: unknown key; did you mean model?",
-        "+ppo.foo=1": "ppo.foo: unknown key",
         "seed=abc": "seed: abc must be a whole number (from command line)",
-        "seed=1e3": "without a point or an exponent: seed=1000",
         "+seed=3": "seed: there is such an item already, + can't add it: leave the + out",
-        "ppo.horizon=1e400": "ppo.horizon: inf must be a whole number",
-        "hardware.num_threads=3000000000": "3000000000 must be >= 1 and <= 32768",
         "ppo.gamma=x": "ppo.gamma: x must be a number",
-        "ppo.scheduler={}": "ppo.scheduler: is a section, not a single value",
         "ppo.lam=nan": "ppo.lam: nan must be a finite number",
-        "model.trust_remote_code=perhaps": "perhaps must be true or false",
-        "ppo.optimizer.betas=0.9": "0.9 must be a list of numbers",
         "generation.temperature=[0.5,1]": "to try several values: -m generation.temperature=0.5,1",
-        "model.path=[a]": "must be text",
-        "prompts.path=[a,'b,c']": "without commas and braces in them",
         "reward.kwargs=3": "reward.kwargs: 3 must be a mapping",
-        "ppo.optimizer=3": "ppo.optimizer: is a section",
         "~ppo.n": "ppo.n: a key can't be removed",
         "~reward.kwargs.nope": "reward.kwargs.nope: can't be removed: there is no such item",
-        "~reward.kwargs.label=X": "can't be removed: it is not X",
         "ppo.epochs=${nope}": "ppo.epochs: can't be resolved: Interpolation key 'nope' not found",
         "hydra.sweep.nope=1": "hydra.sweep.nope: unknown key"}
     message = refused("+recipe=quickstart", *texts)
@@ -248,19 +201,13 @@ def test_each_wrong_word_has_its_problem():
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["generation.temperature=[0.5,1]"], "fix:   -m generation.temperature=0.5,1"),
     (["seed=1,2"], "seed=1,2: several values, but this is a single run"),
     (["seed=[1"], "'seed=[1' can't be read as key=value"),
     (["quickstart"], "'quickstart' is not a setting"),
     (["+recipe=quickstrat"], "unknown recipe quickstrat; did you mean quickstart?"),
-    (["+recipe=mine.yaml"], "give the recipe's name without .yaml"),
     (["+recipe=quickstart", "+recipe=randomwalks"], "recipe was given more than once"),
     (["model=reviewz"], "unknown option of the config group model: reviewz; did you mean reviews?"),
     (["model=builtin:reviews"], "write model.path=builtin:reviews"),
-    (["--cfg", "job", "-p", "ppoo"], "--package ppoo"),
-    (["hydra/job_logging=none"], "hydra/job_logging has no effect here"),
-    (["hydra.searchpath=[file:///tmp]"], "--config-dir"),
-    (["-m", "seed=1,2"], "can't be composed as one run"),
 ])
 def test_bad_words_are_refused(words, said):
     start = [] if any("recipe=" in word for word in words) else ["+recipe=quickstart"]
@@ -274,8 +221,6 @@ def test_bad_words_are_refused(words, said):
 def test_a_recipe_that_forgets_to_override_is_told_how():
     write("recipes/mine.yaml", "# @package _global_\ndefaults:\n  - /model: reviews\n")
     message = refused("+recipe=mine")
-    assert "model was given more than once" in message
-    assert "or a recipe's defaults list" in message
     assert "a recipe's defaults say `- override /model: NAME`" in message
 
 
@@ -283,59 +228,30 @@ def test_all_problems_are_reported_at_once_with_their_sources():
     write("recipes/mine.yaml", "# @package _global_\ndefaults:\n  - override /model: reviews\n\n"
                                "ppo:\n  mini_batch_size: 500\n")
     lines = refused("+recipe=mine", "reward.fn=length", "ppo.num_steps=2", "seed=-1", "ppo.lrr=3",
-                    "+ppo.foo=2", "ppo.lam=wide", "~ppo.n", "ppo.optimizer={lr:x}",
-                    "generation.eval.top_k=y").splitlines()
-    assert lines == [
-        "8 problems in the configuration:",
-        "  ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from command line)",
-        "  ppo.foo: unknown key (from command line)",
-        "  ppo.lam: wide must be a number (from command line)",
-        "  ppo.n: a key can't be removed; leave it out, or set it to another value (from command "
-        "line)",
-        "  ppo.optimizer.lr: x must be a number (from command line)",
-        "  generation.eval.top_k: y must be a whole number or null (from command line)",
-        "  seed: -1 must be >= 0 and < 9.22337e+18 (from command line)",
-        "  ppo.mini_batch_size, ppo.num_rollouts: mini_batch_size 500 must be at most "
-        "num_rollouts 128: ppo.mini_batch_size=128 (from recipes/mine.yaml)"]
-
-
-def test_a_recipe_stops_at_its_first_wrong_value_and_lists_all_unknown_keys():
-    write("recipes/mine.yaml", "ppo:\n  lam: wide\n  gamma: wider\n")
-    assert refused("+recipe=mine") == "ppo.lam: wide must be a number (from recipes/mine.yaml)"
-    write("recipes/mine.yaml", "ppo:\n  lrr: 3\n  lam: wide\nfoo: 1\n")
-    assert refused("+recipe=mine").splitlines() == [
-        "2 problems in the configuration:",
-        "  ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from recipes/mine.yaml)",
-        "  foo: unknown key (from recipes/mine.yaml)"]
+                    "ppo.lam=wide", "~ppo.n", "ppo.optimizer={lr:x}").splitlines()
+    assert lines[0] == "6 problems in the configuration:"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "ppo.lrr", "ppo.lam", "ppo.n", "ppo.optimizer.lr", "seed",
+        "ppo.mini_batch_size, ppo.num_rollouts"]
+    assert [line.rpartition("(")[2] for line in lines[1:]] == [
+        *["from command line)"] * 5, "from recipes/mine.yaml)"]
 
 
 @pytest.mark.parametrize(("text", "said"), [
     ("seed: [1\n", "recipes/mine.yaml:2"), ("seed: 1\nseed: 2\n", "duplicate key"),
-    ("\tseed: 1\n", "recipes/mine.yaml:1"),
     ("defaults:\n  - override /modl: x\n", "there is no config group modl; did you mean model?"),
-    ("defaults:\n  - override /model: x\n", "unknown option of the config group model: x"),
-    ("ppo: null\n", "ppo: is a section"),
     ("resume: runs/x\n", "a run folder goes on the command line only")])
 def test_bad_recipes_name_file_and_line(text, said):
     write("recipes/mine.yaml", text)
     assert said in refused("+recipe=mine", *RUNNABLE)
 
 
-def test_a_recipe_that_is_not_utf8_is_refused():
-    Path("recipes").mkdir()
-    Path("recipes/mine.yaml").write_bytes(b"run_name: \xff\n")
-    assert "UTF-8" in refused("+recipe=mine", *RUNNABLE)
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["ppo.advantage=grpo"], "ppo.advantage, ppo.n: grpo compares samples"),
-    (["ppo.mini_batch_size=0"], "ppo.mini_batch_size")])
-def test_what_would_be_refused_is_printed_with_the_refusal(words, said, capsys):
-    printed(*RUNNABLE, *words, "--cfg", "job")
+def test_what_would_be_refused_is_printed_with_the_refusal(capsys):
+    printed(*RUNNABLE, "ppo.advantage=grpo", "--cfg", "job")
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["model"]["path"] == "lm"
     assert err.startswith("ppocli train refuses this: ")
-    assert said in err
+    assert "ppo.advantage, ppo.n: grpo compares samples" in err
 
 
 def test_nothing_given_points_to_a_recipe():

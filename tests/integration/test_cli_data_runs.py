@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import jsonl, read_json
+from reported import Page
 
 import ppocli
 from ppocli.config.config_yaml import read_config
 from ppocli.distributed import onednn
-from ppocli.errors import ConfigError, PpocliError
-from ppocli.runs import sweeps
-from ppocli.runs.record import read_run
+from ppocli.errors import PpocliError
 
 pytestmark = pytest.mark.usefixtures("beside_data_runs")
 
@@ -42,28 +41,17 @@ def test_lists_plots_and_comparisons_show_what_was_trained(app, run, name, best)
     assert re.search(rf"{name} [\d.]+ -> {rows[-1][f'eval/{name}']:.3f}; model", seen.said)
 
 
-def test_unlike_runs_are_compared(app):
-    found = json.loads(app("compare", "runs/sft", "runs/rm", "--json").out)
-    sft, rm = (run["end"]["figures"] for run in found["runs"])
-    assert sft["eval/perplexity"] == row("sft")["eval/perplexity"]
-    assert rm["eval/perplexity"] is None
-    assert rm["eval/accuracy"] == row("rm")["eval/accuracy"]
-
-
 @pytest.mark.parametrize(("run", "title", "said"), [
-    ("sft", "supervised fine-tuning report", r"Loss \(nats\) on the held-back data: \*\*[\d.]+ → "),
-    ("rm", "reward-model training report", r"standard error over \d pairs\)")])
+    ("sft", "supervised fine-tuning report", r"Loss \(nats\) on the held-back data [\d.]+ → "),
+    ("rm", "reward-model training report", r"standard error over \d pairs\)?")])
 def test_reports(app, run, title, said):
     app("report", f"runs/{run}", code=0)
-    text = read(f"runs/{run}/report.md")
-    assert text.splitlines()[1] == f"# {run}: {title}"
+    text = Page(Path(f"runs/{run}/report.html")).text
+    assert text.startswith(f"{run}: {title}")
     assert re.search(said, text)
-    assert "| Loss: training |" in text
-    assert "| data | " in text
+    assert "Loss: training" in text
     assert "KL" not in text
-    assert "score " not in text.split("## Samples")[1]
-    assert "`ppo." not in text
-    assert "ppo.total_episodes" not in read(f"runs/{run}/report.html")
+    assert "ppo.total_episodes" not in text
 
 
 def test_a_reward_model_does_not_speak_and_a_supervised_run_does(app):
@@ -85,7 +73,6 @@ def test_exports_tell_what_was_trained(app, run, kind, how, tag):
     assert f"- {tag}\n" in card
     assert "PPO" not in card
     assert "the 0.25 of the data that was held back" in card
-    assert "curve.svg" in card
     own = read(f"runs/{run}/model/README.md")
     assert how in own
     assert "| data |" in own
@@ -101,8 +88,6 @@ def test_an_evaluation_is_that_of_the_training(app, data_runs, monkeypatch):
         found = json.loads(app("eval", f"runs/{run}", "--json", code=0).out)["figures"]
         assert {name: found[name] for name in names} == {
             name: row(run)[f"eval/{name}"] for name in names}
-    app("report", "runs/sft", code=0)
-    assert "loss " in read("runs/sft/report.md").split("## Evaluations")[1]
 
 
 def test_other_data_and_other_models(app):
@@ -112,21 +97,9 @@ def test_other_data_and_other_models(app):
     assert found["figures"]["loss"] < found["against"]["figures"]["loss"]
     bare = ppocli.evaluate("runs/sft/checkpoints/step-000002/policy", ["data.val=texts.jsonl"])
     assert bare.figures["loss"] == found["figures"]["loss"]
-    said = app("eval", "runs/rm", "--frontier", code=2).err
-    assert "--frontier is for the responses of a policy" in said
-    with pytest.raises(ConfigError, match="brings no prompts"):
-        ppocli.evaluate("runs/sft", reward_fn=len)
-    with pytest.raises(ConfigError, match="brings no reward"):
-        ppocli.evaluate("runs/sft", prompts=["the film was"])  # no rows of its data
 
 
-def test_responses_of_a_supervised_run_are_judged():
-    found = ppocli.evaluate("runs/sft", ["reward.kwargs.model=runs/rm/model"], against="base",
-                            reward="reward_model", prompts=["the film was", "the plot was"])
-    assert found.figures["reward_mean"] is not None
-    assert found.win_rate["compared"] == 2
-
-
+@pytest.mark.slow
 def test_data_from_python(shared_world):
     given = {"run_name": "given", "hardware.device": "cpu", "sft.num_updates": 1,
              "generation.max_new_tokens": 4}
@@ -143,12 +116,3 @@ def test_data_from_python(shared_world):
     on = ppocli.sft([f"resume={run.run_dir}", "sft.num_updates=2"],
                     data=[{"prompt": "we", "completion": end} for end in (" saw it .", " left .")])
     assert on.summary["steps"] == 2
-
-
-def test_jobs_are_ranked_by_what_they_minimise(data_runs):
-    figures, rank = sweeps.figures_of(read_run(data_runs / "runs/sft"))
-    assert list(figures) == ["loss", "perplexity"]
-    assert rank == figures["loss"] > 0
-    figures, rank = sweeps.figures_of(read_run(data_runs / "runs/rm"))
-    assert list(figures) == ["accuracy", "loss"]
-    assert rank == -figures["accuracy"]

@@ -19,7 +19,6 @@ def place(tmp_path_factory):
     model_config("llama", hidden_size=65536, intermediate_size=262144, num_attention_heads=64,
                  num_key_value_heads=64, num_hidden_layers=20).save_pretrained(folder / "huge")
     save_file({"x": torch.zeros(1)}, folder / "huge/model.safetensors", metadata={"format": "pt"})
-    model_config("t5").save_pretrained(folder / "pair")
     write_prompts(folder / "prompts.jsonl")
     return folder
 
@@ -61,14 +60,6 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place, typed):
     small = typed(*words, "--memory", "0.01", code=8)
     assert json.loads(small.out)["fits"] is False
     assert list(place.glob("runs*")) == []
-
-
-def test_an_encoder_decoder_with_a_value_model(typed):
-    done = typed("estimate", "model.path=./pair", "model.value.kind=model",
-                  "model.value.path=./outline", code=0)
-    assert "value: " in done.out
-    assert "nowhere" in typed("estimate", "model.path=./pair", "model.reference.path=./nowhere",
-                              code=3).err
 
 
 def test_what_is_wrong_is_told(typed):

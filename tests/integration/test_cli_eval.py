@@ -1,19 +1,15 @@
 """``ppocli eval`` on a finished run: its figures, its files, other prompts and models."""
 
-import gc
 import json
-import re
 import shutil
-import sys
 
 import pytest
 from helpers import jsonl, read_json, save_lm, write_prompts
 from judged import BEGUN, NAME, RUN, result
-from runs import PLANTED, rewrite, run
+from runs import PLANTED, run
 
 import ppocli
 from ppocli.cli import eval as command
-from ppocli.errors import ConfigError
 from ppocli.runs.run_folder import lock
 
 
@@ -49,26 +45,6 @@ def test_defaults_give_the_runs_own_figures(place, uninterrupted):
         path.read_text() for path in folder.iterdir() if path.is_file())
 
 
-def test_the_table_shows_what_eval_json_holds(place, evaluate):
-    done = evaluate(RUN, "--against", RUN, "--limit", "4", "--show", "1", "--min-reward",
-                    "-99", code=0)
-    lines = done.out.splitlines()
-    report = result(place / RUN / "eval" / NAME)
-    assert report["win_rate"] == {
-        "compared": 8, "wins": 0, "ties": 8, "losses": 0, "win_rate": 0.5, "stderr": 0.1,
-        "difference": 0.0, "difference_stderr": 0.0}
-    assert "win rate 0.5 ± 0.1 of 8: 0 wins, 8 ties, 0 losses; reward higher by 0 ± 0" in lines
-    names = [line.split("  ")[0].strip() for line in lines]
-    assert lines[4].split() == ["samples", "8", "8"]
-    assert names[5:21] == [
-        "reward", "reward p5", "reward p25", "reward p50", "reward p75", "reward p95",
-        "reward std", "KL to the base", "response tokens", "finished", "distinct-1", "distinct-2",
-        "distinct-3", "reward/good", "reward/short", "words"]
-    mean, error = report["figures"]["reward_mean"], report["stderr"]["reward_mean"]
-    assert re.search(rf"^reward +{mean:.4g} ± {error:.2g} +{mean:.4g} ±", lines[5])
-    assert [name for name in names if name == "prompt"] == ["prompt"]
-
-
 def test_other_prompts_with_their_own_columns(place, evaluate, monkeypatch):
     """The folder has an apostrophe in its name, and the file a dollar."""
     place = place.rename(place.with_name("o'b"))
@@ -87,10 +63,7 @@ def test_other_prompts_with_their_own_columns(place, evaluate, monkeypatch):
 
 
 def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
-    assert evaluate("./lm", code=2).err == (
-        "Error: ./lm is a model and brings no reward of its own.\n  where: --reward\n"
-        "  fix:   --reward module:function, or a built-in such as --reward length (arguments: "
-        "reward.kwargs.NAME=VALUE)\n")
+    assert "brings no reward of its own" in evaluate("./lm", code=2).err
     assert "brings no prompts of its own" in evaluate("./lm", "--reward", "length", code=2).err
     both = ["./lm", "--reward", "length", "--prompts", "prompts.jsonl", "--limit", "2"]
     done = evaluate(*both, "reward.kwargs.target=3", code=0)
@@ -99,20 +72,7 @@ def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
     assert [report["run"], report["base"], report["model"]["step"],
             report["figures"]["kl_mean"]] == [None] * 4
     assert "KL to the base" in done.out
-    for words, said in ((["--frontier"], "there is no reference"),
-                        (["--against", "base"], "its base is not known")):
-        assert said in evaluate(*both, *words, code=2).err
-
-
-def test_a_base_that_has_changed_since_the_training_is_told(place, shared_world, evaluate):
-    assert "have changed" not in evaluate(RUN, "--limit", "2", "--name", "same", code=0).err
-    base = save_lm(place / "base", seed=3)
-    assert "have changed" not in evaluate(RUN, "--limit", "2", "--name", "said",
-                                          f"model.path={base}", code=0).err
-    rewrite(place / RUN, {f"  path: {shared_world / 'lm'}\n": f"  path: {base}\n"})
-    done = evaluate(RUN, "--limit", "2", code=0)
-    assert (f"the weights of {base} have changed since {place / RUN} was trained against them: "
-            "the KL is to what they are now") in " ".join(done.err.split())
+    assert "its base is not known" in evaluate(*both, "--against", "base", code=2).err
 
 
 def test_another_tokenizer_has_no_kl_but_wins_or_loses(place, evaluate):
@@ -145,9 +105,7 @@ def test_nothing_is_overwritten_unless_asked_for(place, evaluate):
     folder = place / RUN / "eval/x"
     old = (folder / "samples.jsonl").read_bytes()
     done = evaluate(*few, "--seed", "9", code=5)
-    assert done.err == (
-        f"Error: {folder} holds a finished evaluation already.\n"
-        "  where: --name x\n  fix:   --overwrite replaces it; or choose another --name\n")
+    assert f"{folder} holds a finished evaluation already." in done.err
     assert (folder / "samples.jsonl").read_bytes() == old
     assert evaluate(*few, "--seed", "9", "--overwrite").code == 0
     assert result(folder)["seed"] == 9
@@ -169,16 +127,14 @@ def test_a_stopped_evaluation_keeps_its_samples_and_is_run_again(
     with lock(folder):
         done = evaluate(RUN, *BEGUN, "--overwrite", code=5)
     assert "is in use by process" in done.err
-    assert "choose another --name" in done.err
+    assert "choose another name" in done.err
     assert evaluate(RUN, *BEGUN, "--overwrite").code == 0
     assert (folder / "samples.jsonl").read_bytes() == whole
 
 
-def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, monkeypatch):
+def test_the_frontier_says_what_it_found(place, evaluate):
     given = [RUN, "--frontier", "--limit", "2", "--name", "x"]
     done = evaluate(*given, code=0)
-    assert re.search(r"--frontier costs 32 more responses \(16 of .*/lm \(base\) to each prompt\)",
-                     done.err)
     folder = place / RUN / "eval/x"
     found = result(folder)["frontier"]
     base = [row["score"] for row in jsonl(folder / "samples.jsonl") if row["model"] == "base"]
@@ -193,25 +149,6 @@ def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, monkeypa
     assert [line.split("  ")[0] for line in done.out.splitlines() if "best of" in line][:5] == [
         "best of 1", "best of 2", "best of 4", "best of 8", "best of 16"]
     assert (folder / "frontier.svg").read_text().startswith("<svg")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    hot = evaluate(*given, "--output", "hot", "generation.temperature=0.5", code=0)
-    assert "no frontier.svg: it needs matplotlib, which is not installed: pip install" in hot.err
-    assert [path.name for path in place.glob("hot/**/*.*") if path.stem in ("eval", "frontier")
-            ] == ["eval.json"]
-    assert re.search(r"--frontier will take about \d+ s more", hot.err)
-    assert "The policy can't be placed" in hot.out
-
-
-def test_one_policy_is_in_memory_at_a_time(place):
-    def alive(outputs, **_):
-        gc.collect()
-        models = sum(type(thing).__name__ == "GPT2LMHeadModel" for thing in gc.get_objects())
-        return [float(models)] * len(outputs)
-
-    found = ppocli.evaluate(RUN, ["ppo.chunk_size=32"], reward_fn=alive, against="base", limit=2,
-                            frontier=True)
-    rows = jsonl(found.samples)
-    assert {row["model"]: row["score"] for row in rows} == {"policy": 2, "against": 2, "base": 1}
 
 
 def test_python_objects_take_the_place_of_words(place):
@@ -224,26 +161,6 @@ def test_python_objects_take_the_place_of_words(place):
     assert [row["prompt"] for row in rows] == ["the film", "it"]
     assert all(row["score"] == 2.0 * len(row["response"].split()) for row in rows)
     assert found.report["settings"]["reward"]["fn"] == "<python object>"
-    bare = ppocli.evaluate("./lm", reward_fn={"words": score}, prompts=["it"], name="bare")
-    assert bare.folder == place / "eval/bare"
-    assert bare.report["prompts"]["count"] == 1
-
-
-def test_one_text_is_no_list_of_texts(place):
-    run = ppocli.load_run(place / RUN)
-    for prompts, sampling, message in (
-            ("The film", {}, "is no list of texts"), ([None], {}, "is no list of texts"),
-            (["it"], {"max_new_tokens": "5"}, "max_new_tokens is '5'; it takes a whole number"),
-            (["it"], {"top_k": True}, "top_k is True"),
-            (["it"], {"stop_sequences": "."}, "it takes a list of texts"),
-            (["it"], {"temperature": None}, "temperature is None")):
-        with pytest.raises(ConfigError, match=message):
-            run.generate(prompts, **sampling)
-    for function in (lambda words: ppocli.evaluate(place / RUN, words), ppocli.train):
-        with pytest.raises(ConfigError, match="is no list of texts"):
-            function("generation.temperature=0.7")
-    found = ppocli.evaluate(RUN, ["reward.kwargs.target=3"], reward="length", limit=1)
-    assert found.report["settings"]["reward"]["fn"] == "length"
 
 
 def test_samples_reach_the_terminal_without_control_characters(tmp_path):

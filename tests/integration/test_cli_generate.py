@@ -2,7 +2,6 @@
 
 import io
 import json
-import signal
 import sys
 
 import pytest
@@ -52,17 +51,6 @@ def test_one_prompt_gives_its_response_and_nothing_else(here):
     assert PLANTED not in done.stdout + done.stderr
 
 
-def test_several_prompts_and_samples_are_blocks(here, generate):
-    ended = generate("first", "-p", "the film", "-p", r"i saw\nit", "-n", "2", "--score", *SHORT)
-    assert ended.code == 0
-    lines = ended.out.splitlines()
-    assert lines[0] == "== prompt 1: the film"
-    assert lines[1].startswith("-- sample 1, score ")
-    assert lines[3].startswith("-- sample 2, score ")
-    assert lines[5:7] == ["", "== prompt 2: i saw ⏎ it"]
-    assert "(4 scored)" in ended.err
-
-
 def test_json_holds_a_sample_a_line(here, generate):
     every = rows(generate("first", *(w for t in TEXTS for w in ("-p", t)), "-n", "3", "--json",
                           "--reward", "length", "reward.kwargs.target=4", "seed=7", *SHORT))
@@ -100,6 +88,7 @@ def test_metadata_columns_reach_the_reward(world, generate):
     assert "needs an argument 'target' that nothing provides" in ended.err
 
 
+@pytest.mark.slow
 def test_a_chat_template_is_used_on_demand(here, generate):
     save_talker(here / "talker")
     chatting = ("prompts.chat=true", "--json", *SHORT)
@@ -110,15 +99,11 @@ def test_a_chat_template_is_used_on_demand(here, generate):
         "you the film . i ", "we be warm . you the film . i ")]
     assert [chat[0]["response"], warm[0]["response"]] == [one[0]["response"] for one in spelled]
     assert chat[0]["prompt"] == "the film"
-    (here / "talks.jsonl").write_text('{"prompt": [{"role": "user", "content": "the film"}]}\n')
-    asked = rows(generate("./talker", "--prompts", "talks.jsonl", *chatting))
-    assert asked[0]["response"] == chat[0]["response"]
-    assert asked[0]["prompt"] == "you the film . i "
     lacking = generate("first", "-p", "x", "prompts.chat=true", code=3)
     assert "has no chat template" in lacking.err
-    assert "prompts.chat=true" in generate("./talker", "--prompts", "talks.jsonl", code=3).err
 
 
+@pytest.mark.slow
 def test_checkpoints_and_sampling_of_a_model(here, generate):
     earlier = rows(generate("first", "-p", "the film", "--step", "1", "--json"))
     assert earlier[0]["model"] == "runs/first, step 1"
@@ -129,28 +114,21 @@ def test_checkpoints_and_sampling_of_a_model(here, generate):
     ended = generate("./lm", "-p", "the film", "--json", "generation.temperature=0.4")
     assert rows(ended)[0]["response_tokens"] <= 3
     assert "sampling as its generation_config.json says: max_new_tokens=3" in ended.err
-    greedy = generate("./lm", "-p", "the film", "-n", "3", "generation.do_sample=false", "--json")
-    assert len({row["response"] for row in rows(greedy)}) == 1
 
 
 def test_wrong_prompts_and_settings_are_refused(here, generate):
     (here / "odd.csv").write_text("text,n\nhello,1\n")
     for asked, code, message in (
             (("--prompts", "./nope"), 3, "nope does not exist"),
-            (("--prompts", "odd.csv"), 3, "prompts.column=text"),
             (("-p", "x", "--prompts", "odd.csv"), 2, "can't be combined"),
-            (("-p", "  "), 3, "prompts.items"),
             (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
             (("hello there",), 2, "is neither an option nor a setting"),
             (("-p", "x", "--step", "99"), 5, "step-000099"),
-            (("-p", "x", "generation.temperature=0"), 2, "generation.temperature: 0 must be > 0"),
-            (("-p", "x", "seed=-1"), 2, "seed"),
             (("-p", "x", "rollout.engine=transformers"), 2, "must be one of decode, vllm")):
         ended = generate("first", *asked, code=code)
         assert message in ended.err, ended.err
         assert ended.out == ""
     assert "--reward" in generate("./lm", "-p", "x", "--score", code=2).err
-    generate("./nothing", "-p", "x", code=3)
 
 
 def test_control_characters_reach_neither_terminal_nor_pipe(capsys):
@@ -165,6 +143,7 @@ ENDLESS = ("generate", "./talker", "-p", "the film", "-n", "100000", "ppo.chunk_
            "generation.max_new_tokens=40", "generation.min_new_tokens=40")
 
 
+@pytest.mark.slow
 def test_what_was_generated_before_a_signal_is_there(tmp_path):
     save_talker(tmp_path / "talker")
     process = spawn(*ENDLESS, cwd=tmp_path)
@@ -176,13 +155,3 @@ def test_what_was_generated_before_a_signal_is_there(tmp_path):
     assert all(json.loads(line)["response_tokens"] == 40 for line in (first + out).splitlines())
     assert err == "Stopped: stopped by SIGTERM\n"
     assert_no_process_left(process.pid)
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
-    save_talker(tmp_path / "talker")
-    with spawn(*ENDLESS, cwd=tmp_path) as process:
-        assert json.loads(process.stdout.readline())["sample"] == 0
-        process.stdout.close()
-        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
-        assert process.stderr.read() == ""

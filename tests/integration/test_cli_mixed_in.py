@@ -6,12 +6,12 @@ from helpers import stable_rows, write_jsonl
 from runs import assert_equal_runs, copied, make_world, resumed, run, words
 
 PTX = ("ppo.ptx.coef=0.5", "ppo.ptx.data.path=texts.jsonl", "ppo.ptx.mini_batch_size=2",
-       "ppo.num_steps=3", "generation.max_new_tokens=5")
+       "ppo.num_steps=2", "generation.max_new_tokens=5")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of three steps with 2 examples in each of 4 updates a step, out of 5."""
+    """A run of two steps with 2 examples in each of 4 updates a step, out of 5."""
     world = make_world(tmp_path_factory.mktemp("world"))
     write_jsonl(world / "texts.jsonl", (
         {"prompt": "the film", "completion": " good" * n} for n in range(1, 6)))
@@ -19,6 +19,7 @@ def trained(tmp_path_factory):
     return world / "runs/r"
 
 
+@pytest.mark.slow
 def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
     assert all(row["loss/ptx"] > 0 for row in stable_rows(trained / "metrics.jsonl") if row["step"])
     stopped = copied(trained, tmp_path / "run", 1)
@@ -26,6 +27,7 @@ def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
     assert_equal_runs(trained, stopped)
 
 
+@pytest.mark.slow
 def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, command, validate,
                                                                 monkeypatch):
     world = trained.parents[1]
@@ -34,7 +36,7 @@ def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, command
     assert "ppo.ptx.data:\nline 1 of texts.jsonl:\n" in told
     assert "5 examples, 30 tokens, 20 of them trained on" in told
     # the weight may change, the examples may not
-    stopped = copied(trained, tmp_path / "run", 2)
+    stopped = copied(trained, tmp_path / "run", 1)
     copy = tmp_path / "texts.jsonl"
     copy.write_text((world / "texts.jsonl").read_text().replace("film", "plot"))
     refused = command(f"resume={stopped}", f"ppo.ptx.data.path={copy}", code=5).err

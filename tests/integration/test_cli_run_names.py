@@ -39,8 +39,6 @@ def test_a_path_is_no_name(place, monkeypatch):
             find_run(given, say=print)
         with pytest.raises(CheckpointError, match="There is no run"):
             resume_words(given, [])
-    with pytest.raises(InputError, match="x does not exist"):
-        find_run("x" * 300, say=print)
 
 
 @pytest.fixture
@@ -50,11 +48,8 @@ def twice(place) -> Path:
     return (place / "runs/done").rename(place / "runs/lm")
 
 
-@pytest.mark.parametrize("command", ["export", "generate", "resume"])
-def test_a_name_of_a_path_and_of_a_run_is_refused(twice, app, command):
-    more = ("-p", "the film") if command == "generate" else ()
-    ended = app(command, "lm", *more, code=2)
-    assert ended.err == ("Error: lm is both ./lm and runs/lm.\n" "  fix:   write ./lm or runs/lm\n")
+def test_a_name_of_a_path_and_of_a_run_is_refused(twice, app):
+    assert "write ./lm or runs/lm" in app("export", "lm", code=2).err
     assert find_run("lm") == Path("runs/lm")  # ./lm is no run that could be reported on
     assert find_target("./lm", say=print).run_dir is None
     shutil.rmtree("lm")
@@ -74,10 +69,8 @@ def test_what_is_no_sweep_leads_to_those_that_are(place, app):
 
 
 def test_without_any_run_the_first_is_proposed(here, app):
-    for name, fix in (("report", "name a run's folder; or train one first"),
-                      ("plot", "name a run's folder; or train one first"),
-                      ("watch", "start one")):
-        assert f"  fix:   {fix}: ppocli train +recipe=quickstart\n" in app(name, code=2).err
+    for name in ("plot", "watch"):
+        assert "ppocli train +recipe=quickstart" in app(name, code=2).err
 
 
 # ------------------------------------------------------------------------------------ damage
@@ -106,10 +99,9 @@ def test_a_run_that_is_going_on_is_named_with_its_process(command, validate, wor
     process = spawn("train", *typed, cwd=world)
     try:
         wait_for((world / "runs/r/run.json").is_file, process)
-        for given in (typed, [*typed, "resume=auto"], ["resume=runs/r"]):
-            for each in (command, validate):
-                said = each(*given, code=5).err
-                assert f"runs/r is running (pid {process.pid} on " in said
+        for each, given in ((command, typed), (command, [*typed, "resume=auto"]),
+                            (validate, ["resume=runs/r"])):
+            assert f"runs/r is running (pid {process.pid} on " in each(*given, code=5).err
     finally:
         process.kill()
         process.communicate()

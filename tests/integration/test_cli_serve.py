@@ -10,11 +10,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
-from helpers import stable_rows
-from runs import spawn, wait_for, words
+from runs import spawn, wait_for
 from warm import Process
 
 from ppocli.config import import_guard
@@ -36,37 +34,6 @@ def server(*given: str, cwd: Path, **env: str) -> Iterator[tuple[Process, str]]:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(command, world):
-    """The run after it is the same as one that nothing happened to."""
-    (world / "slow.py").write_text("import time\n\n\ndef score(outputs):\n    time.sleep(0.3)\n"
-                                   "    return [float(len(text)) for text in outputs]\n")
-    fn, more = "reward.fn=slow.py:score", ("ppo.num_steps=3", "eval.every_steps=null")
-    command(*words(fn, *more, "run_name=plain"), code=0)
-    rows = world / "runs/r/metrics.jsonl"
-    with server(fn, "--port", "0", cwd=world) as (process, address):
-        run = spawn("train", *words(
-            "reward.fn=http", f"reward.kwargs.url={address}/score", "reward.kwargs.retries=1",
-            *more, "run_name=r"), cwd=world)
-        wait_for(lambda: rows.is_file() and rows.read_text().count("\n") >= 2, run)
-        process.kill()
-        _, err = run.communicate(timeout=120)
-    assert run.returncode == 7, err
-    assert f"{address}/score could not be reached" in err
-    assert "2 times in a row" in err
-    assert "Traceback" not in err
-    with server(fn, "--port", "0", cwd=world) as (process, address):
-        command("resume=runs/r", f"reward.kwargs.url={address}/score", code=0)
-        with urlopen(f"{address}/health", timeout=20) as health:
-            scored = json.load(health)["samples"]
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert scored >= 12
-    assert f"{scored} samples scored in" in err
-    assert f"in training: reward.fn=http reward.kwargs.url={address}/score" in err
-    assert stable_rows(rows) == stable_rows(world / "runs/plain/metrics.jsonl")
-
-
 def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
     (world / "slow.py").write_text(
         "import time\n\n\ndef score(outputs):\n    open('begun', 'w').close()\n    time.sleep(1)\n"
@@ -97,10 +64,8 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
 
 
 @pytest.mark.parametrize(("given", "code", "said"), [
-    ([], 2, "reward.fn: missing"), (["reward.fn=nowhere:score"], 7, "nowhere"),
-    ([*LENGTH, "--token-env", "NOT_SET_1"], 2, "NOT_SET_1"),
-    ([*LENGTH, "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:0 can't be listened on"),
-    ([*LENGTH, "--tokenizer", "./nowhere"], 3, "./nowhere does not exist")])
+    (["reward.fn=nowhere:score"], 7, "nowhere"),
+    ([*LENGTH, "--token-env", "NOT_SET_1"], 2, "NOT_SET_1")])
 def test_what_is_wrong_is_told_before_anything_listens(given, code, said, app):
     ended = app("serve-reward", "--port", 0, *given, code=code)
     assert said in ended.err

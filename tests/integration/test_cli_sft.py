@@ -67,17 +67,15 @@ def test_a_run_has_the_files_of_any_run(trained):
     assert "\nreward" not in text
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_resuming_at_a_step_equals_the_straight_run(step, trained, tmp_path):
-    stopped = copied(trained, tmp_path / "run", step)
+def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
+    stopped = copied(trained, tmp_path / "run", 3)
     resumed(stopped)
     assert_equal_runs(trained, stopped)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [
-    "optimize.minibatch@3:kill9", "optimize.minibatch@3:term", "evaluation.forward@4:term",
-    "evaluation.forward@4:kill9", "save.before_rename@2:kill9", "rollout.token@20:term"])
+    "optimize.minibatch@3:kill9", "evaluation.forward@4:term"])
 def test_an_end_by_a_signal_then_auto_resume(fault, trained, world, app):
     ended = run("sft", *KEYS, "run_name=r", cwd=world, PPOCLI_FAULTS=fault)
     assert ended.code == (-9 if fault.endswith("kill9") else 143), ended.err
@@ -85,24 +83,22 @@ def test_an_end_by_a_signal_then_auto_resume(fault, trained, world, app):
     assert_equal_runs(trained, world / "runs/r")
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
     rewrite(whole_copy(trained, world / "runs/straight"), {str(trained.parents[1]): str(world)})
     app("resume", "runs/straight", "sft.epochs=3", code=0)
     found = stable_rows(world / "runs/straight/metrics.jsonl")
     assert [row["step"] for row in found] == list(range(9))
     assert found[-1]["data/epoch"] == 3.0
-    app("resume", "runs/straight", "sft.epochs=null", "sft.num_updates=10", "sft.mini_batch_size=2",
-        code=0)
-    assert stable_rows(world / "runs/straight/metrics.jsonl")[-1]["step"] == 10
     assert found[:5] == stable_rows(trained / "metrics.jsonl")[:5]
-    for name in ("data", "val"):
+    for name, said in (("data", "started with: data."), ("val", "started with: validation data.")):
         old = (world / f"{name}.jsonl").read_text()
         (world / f"{name}.jsonl").write_text(rows(3, 90))
-        ended = app("resume", "runs/straight", "sft.epochs=4", code=5)
-        assert ("validation data" if name == "val" else "data") in ended.err
+        assert said in app("resume", "runs/straight", "sft.epochs=4", code=5).err
         (world / f"{name}.jsonl").write_text(old)
 
 
+@pytest.mark.slow
 def test_an_evaluation_out_of_memory_halves_its_rows(trained, world, inject, command):
     inject("evaluation.forward>1:oom")
     ended = command("task=sft", *KEYS, "run_name=r", "sft.num_updates=1", "sft.epochs=null", code=0)
@@ -121,14 +117,11 @@ def test_validate_shows_the_data_and_the_plan(world, validate):
     assert any("longer than 8 tokens: cut at the end" in line for line in lines)
     assert any(line.startswith("data.val: 3 examples, ") for line in lines)
     found = json.loads(validate("task=sft", *KEYS, "--json", code=0).out)
-    assert found["runs"][0]["rows"] == 10
+    assert found["run"]["rows"] == 10
     assert found["data"][0] == "line 1 of data.jsonl:"
     (world / "bad.jsonl").write_text(rows(2) + '{"prompt": "the film"}\n')
     wrong = validate("task=sft", *KEYS, "data.path=bad.jsonl", code=3)
     assert "Line 3 of bad.jsonl has no column 'completion'" in wrong.err
-    away = validate("task=sft", *KEYS, "data.path=some/data", code=3)
-    assert "data.path" in away.err
-    assert "HF_HUB_OFFLINE=1 forbids downloading" in away.err
 
 
 def test_a_dry_run_finds_the_first_gradient(trained, world, app):
@@ -146,9 +139,5 @@ def test_the_estimate_has_no_reference_and_no_value(world, app):
     assert [part["name"] for part in found["parts"]] == ["policy"]
     assert found["prompt_tokens"] + found["new_tokens"] - 1 <= 16
     assert found["rows"]["update"] == 4
-    pairs = json.loads(app("estimate", "task=reward_model", "model.path=lm", "hardware.device=cpu",
-                           "--prompt-tokens", "20", "--json", code=0).out)
-    assert pairs["rows"]["update"] == 64  # of 32 pairs
-    assert pairs["rollout_bytes"] < pairs["update_bytes"]
     assert "sft.micro_batch_size=1" in app("estimate", "task=sft", *KEYS, "sft.mini_batch_size=512",
                                            "--memory", "0.001", code=8).err

@@ -1,10 +1,10 @@
-"""Rewards of steps, by the command: in a run, served, at an evaluation, and refused."""
+"""Rewards of steps, by the command: in a run, at an evaluation, and refused."""
 
 import json
 
-from helpers import jsonl, read_json, stable_rows
+import pytest
+from helpers import jsonl, read_json
 from runs import words
-from test_cli_serve import server
 
 STEPS = '''\
 def words(responses, steps):
@@ -20,10 +20,10 @@ KEYS = ("ppo.num_steps=1", "reward.step_separator=' '", "tracking.log_rollouts=t
         "tracking.rollout_tokens=true", "generation.stop_sequences=[film]")
 
 
-def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, app, world):
+@pytest.mark.slow
+def test_each_word_is_scored_where_it_ends(command, app, world):
     (world / "steps.py").write_text(STEPS)
     given = words("reward.fn=steps.py:words", "reward.metric_fn=steps.py:count", *KEYS)
-    told = app("train", "--dry-run", *given, code=0).out
     command(*given, "run_name=here", code=0)
     rows = jsonl(world / "runs/here/samples.jsonl")
     assert {row["kind"] for row in rows} == {"rollout", "eval"}
@@ -40,12 +40,6 @@ def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, a
     assert any(0 < row["score"] < 0.5 * row["response_tokens"] for row in rows)
     figures = read_json(world / "runs/here/summary.json")["eval_after"]
     assert figures["metrics/steps"] == 2 * figures["reward_mean"]
-    with server("reward.fn=steps.py:words", "--port", "0", cwd=world) as (_, address):
-        command(*words("reward.metric_fn=steps.py:count", *KEYS, "reward.fn=http",
-                       f"reward.kwargs.url={address}/score"), "run_name=there", code=0)
-    assert stable_rows(world / "runs/here/metrics.jsonl") == stable_rows(
-        world / "runs/there/metrics.jsonl")
-    assert "score" in told
     # the judge of single responses
     found = json.loads(app("generate", world / "runs/here", "--prompt", "the film was", "--score",
                            "--json", code=0).out)

@@ -74,7 +74,7 @@ def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path, la
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL],
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM],
                          ids=lambda number: number.name)
 @pytest.mark.parametrize("launcher", [JOBLIB, SUBMITIT], ids=["joblib", "submitit_local"])
 def test_however_a_sweep_is_stopped_its_jobs_save_and_no_other_starts(world: Path, launcher, sent):
@@ -96,8 +96,7 @@ def test_however_a_sweep_is_stopped_its_jobs_save_and_no_other_starts(world: Pat
         os.close(descriptor)
     assert statuses(world) == ["stopped", "stopped", "planned"]
     assert not (world / "runs/s/2/config.yaml").exists()
-    if sent != signal.SIGKILL:
-        assert "ppocli sweep resume" in err
+    assert "ppocli sweep resume" in err
     if sent == signal.SIGTERM:
         run("sweep", "resume", "s", cwd=world, code=0)
         run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=0)
@@ -131,16 +130,13 @@ def slurm(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [(signal.SIGUSR2,), (signal.SIGUSR2, signal.SIGTERM)],
-                         ids=["before its time is up", "when it is"])
-def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: Path, slurm: Path,
-                                                                        sent):
+def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: Path, slurm: Path):
     given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2"]
     process = spawn(*given, IN, *SLURM, "hydra.launcher.partition=long", cwd=world,
                     PPOCLI_FAULTS="score.before@14:sleep=3,save.before_manifest@2:sleep=1",
                     PATH=os.environ["PATH"])
     wait_for((world / "runs/s/0/checkpoints/step-000001").exists, process, 240)
-    slurm_double.interrupt(slurm, "1_0", *sent)
+    slurm_double.interrupt(slurm, "1_0", signal.SIGUSR2, signal.SIGTERM)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     log = (world / "runs/s/0.log").read_text()
@@ -155,35 +151,23 @@ def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: P
         assert steps == sorted(set(steps))
 
 
-@pytest.mark.slow
-def test_a_stopped_sweep_stops_slurms_jobs(world: Path, slurm: Path):
-    process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", IN, *SLURM, cwd=world,
-                    PPOCLI_FAULTS="score.before@8:sleep=3", PATH=os.environ["PATH"])
-    wait_for(lambda: both_saved(world), process, 240)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 143, err
-    assert statuses(world) == ["stopped", "stopped"]
-
-
 @pytest.mark.parametrize(("more", "message"), [
     (("sweep.trials=3",), "a grid runs every combination"),
     (("sweep.jobs=2",), "hydra/launcher=joblib hydra.launcher.n_jobs=N runs N jobs"),
     (("hydra/launcher=ray",), "pip install 'ppocli[ray]'"),
-    (("hydra/launcher=nope",), "choose one of: basic, joblib, submitit_local, submitit_slurm"),
-    (("hydra/launcher=joblib", "hydra.launcher.jobs=2"), "hydra.launcher.jobs"),
     (("hydra/launcher=submitit_local", "sweep.search=random"), "hydra.sweeper.max_batch_size=4"),
     (("resume=auto",), "ppocli sweep resume FOLDER continues a sweep"),
     (("run_name=a,b",), "run_name: a sweep has one place"),
-    (("ppo.gama=0.9,1",), "ppo.gama"), (("ppo.gamma=2",), "ppo.gamma: 2 must be"),
+    (("ppo.gamma=2",), "ppo.gamma: 2 must be"),
     (("ppo.gamma=interval(0.1,0.2)",), "add sweep.search=optuna or sweep.search=random"),
-    (("ppo.gamma=range(3,3)",), "there is nothing in that range"),
-    (("sweep.search=optun",), "did you mean optuna?"),
     (("sweep.search=optuna", "sweep.metric=[reward_mean,kl_mean]", "sweep.direction=maximize"),
      "1 direction for 2 metrics")])
 def test_what_is_wrong_with_a_sweep_is_told_before_a_job(more, message, world, command):
     assert message in command("-m", *words(*more), "seed=1,2", code=2).err
     assert not list(world.glob("runs/*/[0-9]"))
+
+
+def test_a_search_without_ranges_is_refused(world, command):
     assert "there is nothing to search" in command("-m", *words(), "sweep.search=optuna",
                                                    code=2).err
 

@@ -45,6 +45,7 @@ def test_the_live_view_of_a_run(reference, world: Path):
     assert stable_rows(world / "runs/r/metrics.jsonl") == stable_rows(reference / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_below_the_view_which_is_gone(world: Path):
     """A reward that prints does so above it; colours are off."""
     with (world / "rewards.py").open("a") as file:
@@ -68,17 +69,6 @@ def test_ctrl_c_prints_below_the_view_which_is_gone(world: Path):
     assert not any("── training" in line for line in said)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.raw), "colours"
     assert read_json(world / "runs/r/summary.json")["status"] == "stopped"
-
-
-@pytest.mark.slow
-def test_jobs_of_a_sweep_have_the_view_too(world: Path):
-    """A job has a process group of its own, which is not the terminal's."""
-    with Terminal("train", "-m", *words("ppo.num_steps=2", "hydra.sweep.dir=sweep"),
-                  "seed=1,2", cwd=world) as terminal:
-        assert terminal.end() == 0
-    assert "── training 0 " in terminal.raw
-    assert "── training 1 " in terminal.raw
-    assert not [line for line in terminal.screen.lines if "── training" in line]
 
 
 @pytest.mark.parametrize(("columns", "heading"), [

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import vllm_double
-from helpers import jsonl, save_lm, save_talker
+from helpers import jsonl, save_talker
 from runs import free_port, run, spawn, wait_for, words
 from vllm_double import dying, engine_of, serving
 
 GENERATE = "/inference/v1/generate"
 
 
-def test_a_run_stops_when_no_server_is_left_and_goes_on(world, command, app):
-    keys = words("rollout.engine=vllm", "run_name=served")
+@pytest.mark.slow
+def test_a_run_stops_when_no_server_is_left_and_goes_on(world, command):
+    keys = words("rollout.engine=vllm", "run_name=served", "ppo.num_steps=3")
     with serving(engine_of(world), dying(30)) as url:
         ended = command(*keys, f"rollout.urls=[{url}]", code=12)
     assert "could not be reached" in ended.err
@@ -27,17 +28,11 @@ def test_a_run_stops_when_no_server_is_left_and_goes_on(world, command, app):
     with serving(engine_of(world)) as url:
         command(*keys, f"rollout.urls=[{url}]", "resume=auto", code=0)
     rows = jsonl(world / "runs/served/metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(0 <= row["rollout/logprob_gap_max"] < 1e-4 for row in rows[1:])
-    greedy = ["eval", "runs/served", "generation.eval.do_sample=false", "--json"]
-    ours = json.loads(app(*greedy, code=0).out)  # the run's servers are gone
-    with serving(engine := engine_of(world)) as url:
-        theirs = json.loads(app(*greedy, "rollout.engine=vllm", f"rollout.urls=[{url}]",
-                                code=0).out)
-    assert engine.asked[GENERATE] > 4
-    assert theirs["figures"]["reward_mean"] == ours["figures"]["reward_mean"]
 
 
+@pytest.mark.slow
 def test_generate_takes_servers_when_told(world, app):
     ask = ["generate", "lm", "-p", "the", "-p", "a film", "-n", "3", "generation.max_new_tokens=6",
            "--json"]
@@ -50,27 +45,25 @@ def test_generate_takes_servers_when_told(world, app):
         drawn = [app(*ask, f"seed={seed}", f"ppo.chunk_size={batch}", *served, code=0).out
                  for seed, batch in (("3", "64"), ("3", "2"), ("4", "64"))]
         assert drawn[0] == drawn[1] != drawn[2]
-    with serving(engine_of(world), dying(6)) as url:
-        assert "could not be reached" in app(*ask, "rollout.engine=vllm", f"rollout.urls=[{url}]",
-                                          code=12).err
 
 
+@pytest.mark.slow
 def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, command):
     keys = words("rollout.engine=vllm", "run_name=ahead", "rollout.ahead=1",
                  "ppo.optimizer.lr=1e-2")
     engine = engine_of(world)
     with serving(engine) as url:
-        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=3", code=0)
+        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=2", code=0)
         asked = engine.asked[GENERATE]
-        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=6", "resume=auto", code=0)
+        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=4", "resume=auto", code=0)
     steps = jsonl(world / "runs/ahead/metrics.jsonl")[1:]
     gaps = [row["rollout/logprob_gap_mean"] for row in steps]
     # corrected for without being asked
     assert all("rollout/importance_mean" in row for row in steps)
     fresh = [gap < 1e-5 for gap in gaps]
     # what a start begins with is sampled with the weights of the moment
-    assert fresh == [True, False, False, True, False, False], gaps
-    assert asked == 3 * 12 + 4 * 3 + 4  # steps, evaluations of 4 samples, a probe of each version
+    assert fresh == [True, False, True, False], gaps
+    assert asked == 2 * 12 + 4 * 2 + 3  # steps, evaluations of 4 samples, a probe of each version
 
 
 @pytest.mark.slow
@@ -164,7 +157,3 @@ def test_the_command_that_starts_a_server(world, app):
     bounded = app("vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=45",
                   "rollout.urls=[http://h]", code=0)
     assert "--max-model-len 48 " in bounded.out  # no more than the model has positions
-    save_lm(world / "t5", "t5")
-    assert "vLLM serves no encoder-decoder" in app(
-        "vllm-command", "model.path=t5", "rollout.engine=vllm", "rollout.urls=[http://h]",
-        code=2).err

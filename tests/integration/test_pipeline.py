@@ -1,16 +1,9 @@
 """The recipes of the whole road, each run reading the one before it, with a few updates; those for
 models of the Hub with the built-in ones in their place."""
 
-import sys
-from pathlib import Path
 
 import pytest
 from helpers import ppocli, read_json
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))  # scripts, no package
-
-import pipeline  # noqa: E402
 
 DEMONSTRATIONS = ["data.path=builtin:pipeline-sft", "data.limit=64", "sft.num_updates=2",
                   "sft.mini_batch_size=4", "sft.eval_samples=2", "generation.max_new_tokens=8"]
@@ -43,18 +36,3 @@ def test_the_whole_road_of_a_family_of_recipes(family, tmp_path):
     assert all((run / "model/config.json").is_file() for run in runs.values())
     accuracy = read_json(runs["reward"] / "summary.json")["eval_after"]["accuracy"]
     assert 0 <= accuracy <= 1
-    if family == "pipeline":
-        ppocli("eval", str(runs["ppo"]), "--name", "best-of-n", *pipeline.SAMPLES, "--limit", "2",
-               cwd=tmp_path, code=0)
-        best = pipeline.best_curve(runs["ppo"] / "eval/best-of-n/samples.jsonl")
-        assert [point["n"] for point in best] == list(pipeline.BEST_OF)
-        learned = [point["learned"] for point in best]
-        assert learned == sorted(learned)
-        assert learned[0] < learned[-1]
-        assert [point["step"] for point in pipeline.curve(runs["ppo"])] == [0, 2]
-
-
-def test_best_of_n_is_read_at_the_kl_of_a_policy():
-    points = [{"kl": 0.0, "gold": 1.0}, {"kl": 1.0, "gold": 2.0}, {"kl": 3.0, "gold": 4.0}]
-    found = [pipeline.at_kl(points, kl, "gold") for kl in (-0.1, 0.5, 2.0, 3.0, 3.1)]
-    assert found == [1.0, 1.5, 3.0, 4.0, None]

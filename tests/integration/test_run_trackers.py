@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli
+from helpers import jsonl
 from runs import words
 from wandb_double import calls, forget_double, installed, put_double, steps_of
 
@@ -23,6 +23,7 @@ def test_a_tracker_that_is_not_installed(command, world: Path):
     assert not (world / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_and_its_continuation_are_one_run(command, world: Path, tmp_path: Path, monkeypatch):
     env = {**put_double(tmp_path), "WANDB_MODE": "offline"}
     for name, value in env.items():
@@ -40,37 +41,3 @@ def test_a_run_and_its_continuation_are_one_run(command, world: Path, tmp_path: 
         assert (table is not None) == ("eval/reward_mean" in row)
         assert figures == {k: v for k, v in row.items() if k != "step" and v is not None}
     assert len({row["id"] for row in calls(tmp_path, "init")}) == 1
-
-
-MINE = '''
-import json
-
-class Rows:
-    def __init__(self, run_dir, config):
-        self.path = run_dir / "mine.jsonl"
-        self.seed = config["seed"]
-
-    def row(self, figures):
-        with self.path.open("a") as file:
-            file.write(json.dumps({"seed": self.seed, **figures}) + "\\n")
-'''
-
-
-@pytest.mark.slow
-def test_a_tracker_of_one_s_own(world: Path, tmp_path: Path):
-    (world / "mine.py").write_text(MINE)
-    ppocli("train", *words("run_name=a", "ppo.num_steps=1", "seed=3",
-                                  "tracking.trackers=[mine.py:Rows]"), cwd=world, code=0)
-    assert f"running code from {world}/mine.py" in (world / "runs/a/ppocli.log").read_text()
-    ppocli("resume", world / "runs/a", "ppo.num_steps=2", cwd=tmp_path, code=0)
-    found = jsonl(world / "runs/a/mine.jsonl")
-    assert found == [{"seed": 3, **{k: v for k, v in row.items() if v is not None}}
-                     for row in jsonl(world / "runs/a/metrics.jsonl")]
-    assert [row["step"] for row in found] == [0, 1, 2]
-
-
-def test_a_path_to_no_tracker_ends_the_command_before_a_model_is_loaded(command, world: Path):
-    (world / "mine.py").write_text(MINE)
-    done = command(*words("run_name=a", "tracking.trackers=[mine.py:Row]"), code=3)
-    assert "There is no 'Row' in 'mine.py'. Did you mean 'Rows'?" in done.err
-    assert not (world / "runs/a/checkpoints").exists()

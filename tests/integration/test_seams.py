@@ -29,10 +29,6 @@ from ppocli.sampling.sampler import Sampler
 from ppocli.training.task import Task
 
 
-def number(setup):
-    return 3
-
-
 class Starred(Task):
     def collect(self, state, context): pass
     def plan(self, state, batch): pass
@@ -41,14 +37,6 @@ class Starred(Task):
 
 def starred(setup):
     return Starred()
-
-
-class Stray:
-    def __init__(self, setup): pass
-
-
-class Bare(Pairs):
-    def __init__(self, setup): self.cfg = setup.cfg
 
 
 class Broken(Pairs):
@@ -126,7 +114,7 @@ def assert_close(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["task"])
-def test_a_task_of_ones_own_trains_is_evaluated_and_is_saved_as_a_model(straight, here):
+def test_a_task_of_ones_own_trains_is_evaluated_and_is_saved_as_a_model(straight):
     rows = jsonl(straight / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["loss/total"] < rows[1]["loss/total"]
@@ -143,51 +131,35 @@ def test_a_task_of_ones_own_trains_is_evaluated_and_is_saved_as_a_model(straight
     AutoModelForCausalLM.from_pretrained(straight / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sampler"])
-def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, here, command):
+def test_a_sampler_of_ones_own_is_measured_by_forward_passes(straight):
     rows = jsonl(straight / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     # its logprobs are zeros: had they been taken, the ratio would be e^logprob
     assert rows[1]["val/ratio"] == pytest.approx(1.0, abs=0.05)
     assert rows[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     assert rows[0]["eval/kl_mean"] == pytest.approx(0.0, abs=1e-5)
-    command(*(word for word in words(kind, "run_name=ours", "rollout.engine=decode")
-              if not word.startswith("rollout.kwargs")), code=0)
-    assert jsonl(here / "runs/ours/metrics.jsonl")[1]["reward/mean"] != rows[1]["reward/mean"]
 
 
-@pytest.mark.parametrize("more", [
-    (), pytest.param(("ppo.critic_epochs=1",), marks=pytest.mark.slow)])
-def test_old_logprobs_that_are_not_the_policy_s_are_found_by_the_first_ratios(more, here):
-    kept = [word for word in words("sampler", "run_name=r", "ppo.optimizer.lr=1e-8", *more)
+def test_old_logprobs_that_are_not_the_policy_s_are_found_by_the_first_ratios(here, command):
+    kept = [word for word in words("sampler", "run_name=r", "ppo.optimizer.lr=1e-8")
             if not word.startswith("rollout.")] + ["rollout.engine=claims.py:Claims"]
-    first = run("train", *kept, "ppo.num_steps=2", cwd=here, code=0)
+    first = command(*kept, "ppo.num_steps=2", code=0)
     assert first.err.count("0.5 nats apart (root mean square; up to 0.5). From now on they") == 1
-    assert "nats apart" not in run("train", *kept, "resume=auto", cwd=here, code=0).err
+    again = command(*kept, "ppo.num_steps=3", "resume=auto", code=0)
+    assert "nats apart" not in again.err
     assert [row["policy/max_log_ratio"] < 1e-3 for row in jsonl(here / "runs/r/metrics.jsonl")[1:]
-            ] == [False, True, True, True]
+            ] == [False, True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), [
-    ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9"),
-    ("task", "save.before_rename@2:kill9"), ("sampler", "optimize.minibatch@6:kill9")])
+    ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9")])
 def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
     run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault, code=-9)
     run("train", *words(kind, "run_name=r", "resume=auto"), cwd=here, code=0)
     assert_equal(straight, here / "runs/r")
-
-
-@pytest.mark.parametrize(("kind", "fault", "said"), [
-    pytest.param("task", "optimize.forward>2@3+:oom",
-                 "optimize of 4 rows at once: out of memory; going on", marks=pytest.mark.slow),
-    ("sampler", "rollout.token>2@40+:oom", "rollout of 5 rows at once: out of memory; going on"),
-    pytest.param("sampler", "optimize.forward>2@3+:oom",
-                 "optimize of 4 rows at once: out of memory; going", marks=pytest.mark.slow)])
-def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, straight, here):
-    short = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault, code=0)
-    assert said in short.err
-    assert_close(straight, here / "runs/r")
 
 
 @pytest.mark.slow
@@ -200,10 +172,8 @@ def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight
 @pytest.mark.parametrize(("words_", "code", "said"), [
     (("task.fn=nowhere.py:Task",), 2, "nowhere.py"),
     (("task.fn=pairs_task.py:Pairs", "task.kwargs.file=pairs.jsonl"), 2, "task.kwargs"),
-    (("task.fn=odd.py:number",), 2, "int sets no cfg"),
     (("task.fn=odd.py:starred",), 2, "abstract class Starred"),
-    (("task.fn=odd.py:Bare",), 2, "Bare sets no backend and no trained and no saved and no passes"),
-    (("task.fn=odd.py:Broken",), 1, "It came through code that ppocli was given: odd.py:29."),
+    (("task.fn=odd.py:Broken",), 1, "It came through code that ppocli was given: odd.py:17."),
     (("rollout.engine=nothing",), 2, "rollout.engine")])
 def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, command):
     assert said in command(*words("sampler", "run_name=r", *words_), code=code).err
@@ -211,7 +181,6 @@ def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, comma
 
 @pytest.mark.parametrize(("word", "code", "said"), [
     ("task.fn=odd.py:Starred", 2, "Starred lacks evaluate."),
-    ("task.fn=odd.py:Stray", 2, "Stray is no subclass of ppocli.training.task.Task."),
     ("rollout.engine=odd.py:Silent", 2, "Silent lacks sample.")])
 def test_what_a_class_lacks_is_said_before_a_model_loads(word, code, said, here, command, validate):
     save_file({"other": torch.zeros(1)}, here / "lm/model.safetensors")

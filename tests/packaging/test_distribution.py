@@ -77,6 +77,7 @@ def test_versions_that_are_known_to_be_wrong_are_ruled_out(wheel):
     assert "0.31.0" not in bounds["typer"]
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -179,7 +180,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("plot runs/tiny --output curve.svg", 0, "curve.svg"),
     ("compare runs/tiny runs/other --json", 0, "other"),
     ("runs list --json", 0, '"finished"'),
-    ("runs prune --checkpoints --dry-run", 0, "tiny"),
+    ("runs prune --dry-run", 0, "tiny"),
     ("validate +recipe=quickstart --json", 0, "quickstart"),
     ("estimate +recipe=quickstart", 0, "most at once"),
     ("schema ppo.optimizer", 0, "ppo.optimizer.lr"),

@@ -152,6 +152,7 @@ def test_the_commands_of_a_page_work_as_they_are_printed(page, tmp_path):
 HUB = re.compile(r"^```text\n(ppocli .*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "count"), [(PORTING, 4), (TEN_LINES, 10)])
 def test_commands_of_those_who_change_over_compose(page, count, tmp_path, monkeypatch):
     """They need the Hub, so they aren't typed in as those of other pages."""

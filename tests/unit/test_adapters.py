@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import mostly_slow, save_lm
+from helpers import save_lm
 from sessions import (
     experience_of,
     load_session,
@@ -19,19 +19,16 @@ from sessions import (
     small_config,
     weights_of,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM
 
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.errors import CheckpointError, ConfigError
 from ppocli.launch.input_checks import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import AdapterReference
-from ppocli.runs.model_files import adapter_at
 from ppocli.training.optimizers import named_trainable
 
 pytestmark = pytest.mark.long
-
-SHAPES = ["gpt2", "llama"]
 
 
 def adapter(**fields) -> dict:
@@ -66,7 +63,8 @@ def naive_logprobs(lm, rollout) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("way", "shape"), [("forward", "gpt2"), ("decode", "llama")])
+@pytest.mark.parametrize(("way", "shape"), [
+    pytest.param("forward", "gpt2", marks=pytest.mark.slow), ("decode", "llama")])
 def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, way, shape):
     """Decoding, the packed pass, the reference and the files, against PEFT's own forward."""
     cfg = config_of(tmp_path, shape, ppo__logprobs_from=way)
@@ -92,23 +90,19 @@ def test_a_trained_adapter_is_what_plain_peft_makes_of_its_files(tmp_path, way, 
 
 # Invariants ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("estimator", "shape"), mostly_slow(
-    ["k1", "full"], SHAPES, quick=lambda estimator, shape: estimator == "full" and shape == "gpt2"))
-def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
-    for over, largest in (({"ppo__logprobs_from": "forward"}, 0.0),
-                          ({"ppo__logprobs_from": "decode"}, 1e-5),
-                          ({"hardware__precision": "bf16"}, 0.0)):
-        cfg = config_of(tmp_path, shape, ppo__kl_estimator=estimator, **over)
-        assert rolled(cfg).kl.abs().max() <= largest
+@pytest.mark.parametrize("over", [{"ppo__logprobs_from": "forward"},
+                                  {"hardware__precision": "bf16"}])
+def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, over):
+    cfg = config_of(tmp_path, ppo__kl_estimator="full", **over)
+    assert rolled(cfg).kl.abs().max() == 0.0
 
 
 @pytest.mark.slow
 def test_dropout_is_on_in_updates_alone(tmp_path):
-    """It leaves the logprobs of both sources the same, and the generators of the reward."""
+    """It leaves the logprobs the same, and the generators of the reward."""
     found = {}
     for name, dropout, source, more in (
             ("off", 0.0, "forward", {}), ("forward", 0.5, "forward", {}),
-            ("decode", 0.5, "decode", {}),
             ("recomputed", 0.5, "forward", {"model__gradient_checkpointing": True})):
         cfg = config_of(tmp_path, fields={"lora_dropout": dropout}, ppo__logprobs_from=source,
                         ppo__ratio_threshold=None, **more)
@@ -123,42 +117,13 @@ def test_dropout_is_on_in_updates_alone(tmp_path):
                 group["base_lr"] = 0.0
             ratios.append(optimize(session, second).terms["max_log_ratio"])
             found[name] = first.logprobs, second.logprobs, ratios, weights
-    off, forward, decode = found["off"], found["forward"], found["decode"]
+    off, forward = found["off"], found["forward"]
     assert off[2][1] <= 1e-5
     assert forward[2][1] > 1e-3
     torch.testing.assert_close(forward[0], off[0])  # the first rollout
-    torch.testing.assert_close(decode[1], forward[1], rtol=0, atol=1e-5)
     assert any(not torch.equal(forward[3][name], off[3][name]) for name in off[3])
     for name, tensor in found["recomputed"][3].items():
         torch.testing.assert_close(tensor, forward[3][name], rtol=0, atol=1e-5)
-
-
-def test_the_base_is_held_once(tmp_path):
-    def held(**over):
-        with session_of(config_of(tmp_path, **over)) as session:
-            modules = [session.policy.lm, getattr(session.reference, "lm", None)]
-            tensors = {p.data_ptr(): p.numel() for m in modules if m is not None
-                       for p in m.parameters()}
-            state = sum(p.numel() for p in named_trainable(session.policy).values())
-            return sum(tensors.values()), state
-
-    alone, trains = held()
-    copied, _ = held(model__reference__kind="copy")
-    base = sum(p.numel() for p in load_lm(small_config(tmp_path).model).lm.parameters())
-    # 2 layers of c_attn, 32 -> 96: A is [4, 32], B [96, 4]
-    lora = 2 * (4 * 32 + 96 * 4)
-    assert alone == base + lora
-    assert copied == 2 * base + lora
-    assert trains == lora + (32 * 64 + 64) + (64 + 1)
-
-
-def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path):
-    with session_of(config_of(tmp_path, model__dtype="bf16")) as session:
-        types = {p.requires_grad: p.dtype for p in session.policy.lm.parameters()}
-        assert types == {True: torch.float32, False: torch.bfloat16}
-        assert not session.from_decode
-        trained(session)
-        assert all(bool(torch.isfinite(p).all()) for p in session.policy.parameters())
 
 
 # Loading ------------------------------------------------------------------------------------------
@@ -183,24 +148,6 @@ def saved(made, tmp_path):
     return tmp_path / "saved"
 
 
-def test_lora_on_an_encoder_decoder(tmp_path):
-    from peft import PeftModel
-
-    cfg = config_of(tmp_path, shape="t5", ppo__logprobs_from="forward")
-    with session_of(cfg) as session:
-        assert rollout_of(session).kl.abs().max() == 0.0
-        trained(session)
-        save_session(session, tmp_path / "saved")
-    files = tmp_path / "saved" / "policy"
-    ours = load_lm(small_config(tmp_path, model__path=str(files)).model).lm
-    theirs = PeftModel.from_pretrained(
-        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm"), files).eval()
-    words = {"input_ids": torch.tensor([[5, 6, 7]]), "decoder_input_ids": torch.tensor([[0, 8]])}
-    with torch.no_grad():
-        torch.testing.assert_close(ours(**words).logits, theirs(**words).logits, rtol=0, atol=1e-5)
-    assert not any(p.requires_grad for p in ours.parameters())
-
-
 def test_an_adapter_goes_on_as_it_is_and_with_its_base_only(tmp_path, saved):
     with (session_of(config_of(tmp_path, fields={"r": 2})) as session,
           pytest.raises(CheckpointError, match=r"is \(4, 32\) in the file, \(2, 32\) here")):
@@ -219,32 +166,17 @@ def start_of(tmp_path, saved, **over) -> TrainConfig:
     return config_of(tmp_path, model__path=str(saved / "policy"), **over)
 
 
-def test_all_linear_goes_on_where_the_adapter_is_on_all_linear_layers(tmp_path, saved):
-    fields = {"type": "lora", "r": 4, "target_modules": "all-linear"}
-    with session_of(config_of(tmp_path, fields={"target_modules": "all-linear"})) as session:
-        save_session(session, tmp_path / "all")
-        names = set(named_trainable(session.policy))
-    with session_of(start_of(tmp_path, tmp_path / "all", model__peft=fields)) as session:
-        assert set(named_trainable(session.policy)) == names
-    refused_session(start_of(tmp_path, saved, model__peft=fields), CheckpointError,
-                    "not there in the file")
-
-
 @pytest.mark.parametrize("over", [
-    {"model__peft": {}}, {"model__peft": {}, "hardware__precision": "bf16"},
-    {"model__peft": {}, "model__num_layers_unfrozen": 1},
+    {"model__peft": {}},
+    pytest.param({"model__peft": {}, "model__num_layers_unfrozen": 1}, marks=pytest.mark.slow),
     {"model__peft": {"type": "lora", "r": 4}}])
 def test_training_starts_from_base_and_adapter_and_so_does_the_reference(tmp_path, saved, over):
     cfg = start_of(tmp_path, saved, ppo__logprobs_from="forward", **over)
     peft = plain_peft(tmp_path, saved / "policy")
     with session_of(cfg) as session:
         before = rollout_of(session)
-        if cfg.hardware.precision == "bf16":  # its layers that stay in fp32 aren't the reference's
-            assert before.kl.abs().max() < 0.02
-        else:
-            assert before.kl.abs().max() == 0.0
-            torch.testing.assert_close(before.logprobs, naive_logprobs(peft, before), rtol=0,
-                                       atol=2e-5)
+        assert before.kl.abs().max() == 0.0
+        torch.testing.assert_close(before.logprobs, naive_logprobs(peft, before), rtol=0, atol=2e-5)
         trained(session)
         after = rollout_of(session, start=100)
         assert after.kl.abs().max() > 1e-4
@@ -259,8 +191,7 @@ def test_training_starts_from_base_and_adapter_and_so_does_the_reference(tmp_pat
         lm = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert len(lm.state_dict().keys() - {"lm_head.weight"}) <= len(names) or (
             cfg.model.num_layers_unfrozen == 1)
-    if cfg.hardware.precision == "fp32":
-        torch.testing.assert_close(after.logprobs, naive_logprobs(lm, after), rtol=0, atol=2e-5)
+    torch.testing.assert_close(after.logprobs, naive_logprobs(lm, after), rtol=0, atol=2e-5)
 
 
 def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
@@ -276,14 +207,6 @@ def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
         assert rollout.kl.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("over", "error", "what"), [
-    ({"model__peft": {"type": "lora", "r": 8}}, ConfigError, "peft.r is 8, but the adapter in"),
-    ({"model__value__kind": "model", "model__peft": {}}, InputError, "holds only an adapter")])
-def test_what_does_not_go_with_an_adapter_as_the_start_is_refused(tmp_path, saved, over, error,
-                                                                  what):
-    refused_session(start_of(tmp_path, saved, **over), error, what)
-
-
 def test_a_base_that_is_gone_is_told_before_anything_is_loaded(tmp_path, saved):
     cfg = start_of(tmp_path, saved, model__peft={})
     assert missing_inputs(cfg) == []
@@ -293,28 +216,8 @@ def test_a_base_that_is_gone_is_told_before_anything_is_loaded(tmp_path, saved):
     assert gone.where == f"model.path, {saved}/policy/base_model.json"
 
 
-@pytest.mark.parametrize("reachable", [True, False])
-def test_an_adapter_of_the_hub_is_fetched(saved, monkeypatch, reachable):
-    files = {"adapter_config.json"}
-    monkeypatch.setattr("ppocli.runs.hub.hub_reachable", lambda: reachable)
-    monkeypatch.setattr("ppocli.runs.hub.go_offline", lambda: None)
-    monkeypatch.setattr("huggingface_hub.file_exists", lambda name, file, **_: file in files)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(saved / "policy"))
-    assert adapter_at(f"some/adapter-{reachable}", key="model.path") == saved / "policy"
-    files.add("config.json")
-    if reachable:
-        assert adapter_at("some/model-with-adapter", key="model.path") is None
-
-
 @pytest.mark.parametrize(("fields", "what"), [
     ({"target_modules": ["nowhere"]}, "does not fit GPT2LMHeadModel"),
-    ({"target_modules": ["wte", "c_attn"]}, "covers the output embedding"),
     ({"modules_to_save": ["wte"]}, "covers the output embedding")])
 def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, fields, what):
     refused_session(config_of(tmp_path, fields=fields), ConfigError, what)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
-def test_a_quantized_base_without_a_gpu_is_told(tmp_path):
-    cfg = config_of(tmp_path, model__quantization="4bit")
-    refused_session(cfg, InputError, "A 4bit base needs a CUDA device")

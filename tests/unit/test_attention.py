@@ -1,24 +1,18 @@
 """Attention of the models that are trained, against transformers' own and against sums in fp64."""
 
-import inspect
-import itertools
 import types
-from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import mostly_slow, save_lm
-from sessions import grads_of, session_of, small_config
+from sessions import grads_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.activations import NewGELUActivation
-from transformers.integrations import sdpa_attention
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models import kernels as ours
-from ppocli.models.kernels import takes_packed
 from ppocli.models.loading.language_model import load_lm
-from ppocli.models.transformers_internals import ROOM, cache_name, give_room, room_of
+from ppocli.models.transformers_internals import cache_name, give_room
 
 pytestmark = pytest.mark.long
 
@@ -33,7 +27,7 @@ BELOW, ABOVE = 20, 140
 
 
 @pytest.fixture(scope="module", params=mostly_slow(
-    KINDS, quick=lambda kind: kind in ("gpt2", "llama", "mistral")))
+    KINDS, quick=lambda kind: kind in ("gpt2", "mistral")))
 def folder(request, tmp_path_factory):
     return save_lm(tmp_path_factory.mktemp(request.param) / "lm", request.param, gain=2.0,
                    **KINDS[request.param])
@@ -95,19 +89,6 @@ def test_states_and_gradients_are_those_of_transformers(folder, products, theirs
         torch.testing.assert_close(grad, their_gradients[name], rtol=1e-3, atol=1e-4 * scale + 1e-4)
 
 
-@pytest.mark.parametrize("tokens", [BELOW, ABOVE])
-def test_in_bf16_states_are_as_near_as_those_of_transformers(folder, products, tokens):
-    exact, _ = passed(loaded(folder, "eager"), tokens, left=True)
-    lm = loaded(folder)
-    products.clear()
-    found, gradients = passed(lm, tokens, left=True, amp=True)
-    assert len(products) == 2, "both lengths are short in bf16"
-    wanted, _ = passed(loaded(folder, "sdpa"), tokens, left=True, amp=True)
-    off, their_off = ((states - exact).square().mean().sqrt() for states in (found, wanted))
-    assert 0 < off < 1.5 * their_off
-    assert all(bool(torch.isfinite(grad).all()) for grad in gradients.values())
-
-
 @pytest.mark.parametrize("room", [False, True])
 def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products, room):
     ids, mask, positions = padded(BELOW, torch.Generator().manual_seed(0))
@@ -129,30 +110,6 @@ def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products
             torch.testing.assert_close(found[mask[:, part].bool()], whole[:, part][
                 mask[:, part].bool()], rtol=1e-4, atol=2e-5)
     assert len(products) == 4
-
-
-@pytest.mark.parametrize("amp", [False, True])
-def test_keys_are_added_where_there_is_room_for_them(amp):
-    cache, most = give_room(DynamicCache(), 3 * ROOM + 5), 3 * ROOM + 5
-    keys, values = (torch.randn(4, 2, most, 8, generator=torch.Generator().manual_seed(seed))
-                    for seed in range(2))
-    where, wanted = [], torch.bfloat16 if amp else torch.float32
-    rows = torch.arange(4)
-    for at in range(most):
-        if at == ROOM:
-            rows = torch.tensor([3, 1])
-            cache.batch_select_indices(rows)
-        new = slice(at, at + 1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            found = cache.update(keys[rows, :, new], values[rows, :, new], 0)
-        for own, whole in zip(found, (keys, values), strict=True):
-            assert own.dtype == wanted
-            assert torch.equal(own, whole[rows, :, :at + 1].to(wanted))
-        where.append(found[0].data_ptr())
-        room = room_of(found[0])
-        assert at < room.shape[2] <= min(at + ROOM, most)
-        assert bool(torch.isfinite(room).all())
-    assert 1 + sum(a != b for a, b in itertools.pairwise(where)) == -(-most // ROOM)
 
 
 # The function alone -------------------------------------------------------------------------------
@@ -199,10 +156,9 @@ HOW = {"bool": lambda mask: mask,
        "infinity": lambda mask: torch.zeros(mask.shape).masked_fill(~mask, -float("inf"))}
 
 
-@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (1, 9)])
+@pytest.mark.parametrize(("queries", "keys", "groups", "how", "amp"), [
+    (6, 6, 4, "bool", False), (4, 9, 2, "least number", False), (1, 9, 1, "infinity", False),
+    (4, 9, 1, "infinity", False), (6, 6, 2, "bool", True), (1, 9, 2, "least number", True)])
 def test_what_a_mask_hides_adds_nothing_and_rows_that_see_nothing_stay_finite(
         products, queries, keys, groups, how, amp):
     heads = heads_of(queries, keys, groups=groups)
@@ -234,21 +190,6 @@ def test_without_a_mask_several_queries_are_causal_unless_told_otherwise(product
     assert len(products) == 2
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("groups", [4, 2])
-def test_with_tiles_for_bf16_single_queries_are_left_to_torch(
-        products, monkeypatch, groups, masked):
-    heads = heads_of(1, 9, groups=groups)
-    mask = seen(1, 9) if masked else None
-    for amx, amp in ((False, True), (True, True), (True, False)):
-        monkeypatch.setattr(ours, "has_amx", lambda amx=amx: amx)
-        products.clear()
-        found = attend(*heads, mask, amp=amp).double()
-        close = {"rtol": 3e-2, "atol": 5e-2} if amp else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(found, in_double(*heads, mask), **close)
-        assert bool(products) != (amx and amp)
-
-
 def test_what_plain_products_do_not_know_is_left_to_transformers(products):
     heads = heads_of(6, 6, groups=4)
     plain = attend(*heads, None)
@@ -261,10 +202,6 @@ def test_what_plain_products_do_not_know_is_left_to_transformers(products):
     torch.testing.assert_close(
         attend(*heads, None, position_bias=position_bias).double(),
         in_double(*heads, position_bias + hidden), rtol=1e-5, atol=1e-5)
-    # transformers 5.17 takes no notice of it, later versions refuse it
-    knows = "softcap" in inspect.getsource(sdpa_attention)
-    with pytest.raises(ValueError, match="softcap") if knows else nullcontext():
-        attend(*heads, None, softcap=30.0)
     assert not products
 
 
@@ -284,15 +221,4 @@ def test_soft_capped_attention_is_capped(tmp_path):
         load_lm(ModelConfig(path=str(folder), attn_implementation="sdpa"))
 
 
-# Who takes it -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("wanted", ["eager", "sdpa"])
-def test_a_model_whose_attention_was_chosen_is_left_alone(tmp_path, wanted):
-    cfg = small_config(tmp_path, model__attn_implementation=wanted)
-    with session_of(cfg) as session:
-        for lm in (session.policy.lm, session.reference.lm):
-            assert {part.config._attn_implementation for part in lm.modules()
-                    if hasattr(part, "config")} == {wanted}
-            assert all(type(layer.mlp.act) is NewGELUActivation for layer in lm.transformer.h)
-        assert not takes_packed(session.policy.lm)
-        assert not session.packs

@@ -1,7 +1,5 @@
 """The benchmarks' arithmetic, the section that they write, and one run of the smallest kind."""
 
-import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -43,36 +41,3 @@ def test_ours_is_measured_as_a_whole_run(tmp_path):
         assert len(inside) == 3
         assert 0 < sum(inside[:2]) < sum(whole)
     assert not list(tmp_path.glob("run-*"))
-
-
-@pytest.mark.slow
-def test_the_frontier_is_drawn_from_kept_runs_without_making_them_again(tmp_path):
-    kept = tmp_path / "kept/randomwalks"
-    for number, (coef, seed) in enumerate((coef, seed) for coef in (0.2, 0.1) for seed in (1, 2)):
-        run = kept / f"seed-{seed}/runs/at-{coef}"
-        run.mkdir(parents=True)
-        after = {"reward_mean": 0.9 + number / 100, "kl_mean": 1.0 + number,
-                 "response_tokens_mean": 6}
-        (run / "summary.json").write_text(json.dumps({
-            "eval_before": {"response_tokens_mean": 8}, "eval_after": after}))
-    for seed, reward in ((1, 0.75), (2, 0.85)):  # each seed has a reward model of its own
-        told = kept / f"seed-{seed}/best-of-n/eval.json"
-        told.parent.mkdir()
-        told.write_text(json.dumps({"frontier": {"points": [
-            {"n": 1, "kl": 0.0, "reward": 0.25}, {"n": 4, "kl": 0.636, "reward": reward}]}}))
-    page, picture = tmp_path / "page.md", tmp_path / "frontier.svg"
-    page.write_text("before\n<!-- frontier: begin -->\n<!-- frontier: end -->\nafter\n")
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/frontier.py", "randomwalks", "--keep", "kept",
-         "--coefs", "0.2", "0.1", "--seeds", "1", "2", "--out", page, "--svg", picture],
-        cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")][2:]
-    assert rows == [
-        "| training, coefficient 0.2 | 1.50 (1.00 to 2.00) | 0.905 (0.900 to 0.910) | "
-        "0.75 (0.75 to 0.75) |",
-        "| training, coefficient 0.1 | 3.50 (3.00 to 4.00) | 0.925 (0.920 to 0.930) | "
-        "0.75 (0.75 to 0.75) |",
-        "| best of 4 | 0.64 | 0.800 |  |"]
-    assert page.read_text().endswith("after\n")
-    assert "randomwalks: reward over KL" in picture.read_text()

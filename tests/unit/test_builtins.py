@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ppocli.builtin.names import list_builtins, resolve_builtin
 from ppocli.errors import InputError
@@ -37,24 +37,12 @@ def test_unknown_name_suggests_and_lists():
     assert "did you mean" not in (caught.value.fix or "")
 
 
-def test_the_language_model_and_its_tokenizer_fit():
-    folder = resolve_builtin("builtin:reviews")
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (
-        AutoModelForCausalLM, AutoTokenizer))
-    assert model.dtype is torch.float32
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}) == 3
-    assert model.config.eos_token_id == tokenizer.eos_token_id
-    text = "The film was superb, and I enjoyed it. Zyzzyva, naïve 42 ☺"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 def test_the_classifier_tells_held_out_reviews_apart():
     folder = resolve_builtin("builtin:reviews-sentiment")
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.id2label == {0: "NEGATIVE", 1: "POSITIVE"}
-    reviews = make_reviews(400, 999)
+    reviews = make_reviews(200, 999)
     with torch.no_grad():
         scores = model(**tokenizer([review.text for review in reviews], padding=True,
                                    truncation=True, return_tensors="pt")).logits.softmax(-1)[:, 1]
@@ -63,13 +51,3 @@ def test_the_classifier_tells_held_out_reviews_apart():
     assert means["positive"] > 0.95
     assert means["negative"] < 0.05
     assert 0.4 < means["mixed"] < 0.55
-
-
-def test_the_tokenizer_of_walks_joins_letters():
-    tokenizer = AutoTokenizer.from_pretrained(resolve_builtin("randomwalks"))
-    ids = tokenizer("sda")["input_ids"]
-    assert ids == [18, 3, 0]
-    assert tokenizer.decode(ids[:1]) + tokenizer.decode(ids[1:]) == "sda"
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "sda"
-    assert tokenizer("z")["input_ids"] == [tokenizer.pad_token_id]
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id == tokenizer.bos_token_id

@@ -68,13 +68,3 @@ def test_a_tokenizer_gets_the_template_that_is_asked_for(tmp_path):
     found = load_tokenizer(talker)
     assert found.chat_template == load_tokenizer(plain).chat_template == with_values(
         THINKS, VALUES, [])
-
-
-def test_each_of_several_templates_gets_the_values(tmp_path):
-    other = "{{ messages }} tools"  # reads none
-    tokenizer = chat_tokenizer({"default": THINKS, "tool_use": other})
-    tokenizer.save_pretrained(save_lm(tmp_path / "lm"))
-    found = load_tokenizer(ModelConfig(path=str(tmp_path / "lm"), chat_template_kwargs=VALUES))
-    lines = with_values(THINKS, VALUES, []).removesuffix(THINKS)
-    assert lines.count("set") == 2
-    assert found.chat_template == {"default": lines + THINKS, "tool_use": lines + other}

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from checkpoint_samples import RUN, names, save, start_python, tree
 from ppocli.errors import DiskError
 from ppocli.runs import atomic
 from ppocli.runs.checkpoints import find_latest
-from ppocli.runs.retention import clean_staging, prune, supersede, update_pointers
+from ppocli.runs.retention import clean_staging, prune, update_pointers
 from ppocli.runs.run_folder import probe_writable
 from ppocli.runs.run_logs import finite_or_null
 
@@ -31,8 +30,10 @@ print("survived")
 """
 
 # save.open is passed once before the files are written and once for each of the four files
-POINTS = [("save.open@1", 1), ("save.open@2", 1), ("save.open@5", 1), ("save.before_manifest", 1),
-          ("save.before_rename", 1), ("save.after_rename", 2), ("prune.before", 2)]
+POINTS = [("save.open@2", 1), ("save.after_rename", 2), *(
+    pytest.param(*point, marks=pytest.mark.slow) for point in (
+        ("save.open@1", 1), ("save.open@5", 1), ("save.before_manifest", 1),
+        ("save.before_rename", 1), ("prune.before", 2)))]
 
 
 @pytest.mark.parametrize(("point", "newest"), POINTS)
@@ -45,73 +46,12 @@ def test_kill9_at_every_point_of_a_save(tmp_path: Path, point: str, newest: int)
     search = find_latest(tmp_path, run_id=RUN)
     assert (search.checkpoint.step, search.skipped) == (newest, ())
     assert tree(tmp_path / "step-000001") == first
-    del search  # it holds what it found
     said = clean_staging(tmp_path)
     assert len(said) == (1 if newest == 1 else 0)
     assert all(line.startswith("skipped .staging-000002-") for line in said)
     save(tmp_path, 2)  # the resumed run gets there again
     prune(tmp_path, 1, None)
     assert names(tmp_path) == ["step-000002"]
-
-
-REPLACE = """
-import sys
-from pathlib import Path
-from checkpoint_samples import save, write_files
-save(Path(sys.argv[1]), 1, write=write_files(5), state={"new": 1})
-"""
-
-
-@pytest.mark.parametrize(("point", "new"), [
-    ("save.before_rename", False), ("save.between_renames", False), ("save.after_rename", True)])
-def test_kill9_while_a_step_is_replaced(tmp_path: Path, point: str, new: bool):
-    save(tmp_path, 1)
-    child = start_python(REPLACE, tmp_path, faults=f"{point}:kill9")
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGKILL, err
-    clean_staging(tmp_path)
-    found = find_latest(tmp_path, run_id=RUN).checkpoint
-    assert (found.state == {"new": 1}) == new
-    assert names(tmp_path) == ["step-000001"]
-
-
-SAVE_ON = """
-import sys
-from pathlib import Path
-from checkpoint_samples import save
-from ppocli.runs.retention import clean_staging, prune, update_pointers
-folder, first = Path(sys.argv[1]), int(sys.argv[2])
-clean_staging(folder)
-for step in range(first, 100000):
-    save(folder, step, floats=200000)
-    update_pointers(folder, latest=step, best=None)
-    prune(folder, 2, None)
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow)
-                                          for seed in range(2, 27))])
-def test_kill9_at_a_random_moment(tmp_path: Path, seed: int):
-    folder = tmp_path / "checkpoints"
-    draw = random.Random(seed)
-    last_said = 0
-    for _ in range(3):
-        child = start_python(SAVE_ON, folder, last_said + 1)
-        first = int(child.stdout.readline())  # it is up and saving
-        time.sleep(draw.uniform(0, 0.25))
-        child.kill()
-        out, _ = child.communicate(timeout=60)
-        steps = [first, *map(int, out.split("\n")[:-1])]
-        search = find_latest(folder, run_id=RUN)
-        assert search.skipped == (), f"seed {seed}"
-        newest = search.checkpoint
-        assert newest.step - steps[-1] in (0, 1), f"seed {seed}: a save that returned is lost"
-        expected = folder.parent / f"expected-{newest.step}"
-        assert tree(newest.path) == tree(save(expected, newest.step, floats=200000))
-        assert len(list(folder.glob("step-*"))) <= 4
-        last_said = newest.step
 
 
 # Power cuts: only what was synced is sure ---------------------------------------------------------
@@ -236,8 +176,7 @@ def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
             return
         busy = True  # what is done here is not the program's doing
         disk.scan()
-        for kind, pick in (("synced", only_synced), ("names", all_names), ("mix", mixed(draw)),
-                           ("mix", mixed(draw))):
+        for kind, pick in (("synced", only_synced), ("names", all_names), ("mix", mixed(draw))):
             image = fast_folder / f"image-{len(images)}"
             disk.crash_image(image, pick)
             clean_staging(image)  # as a run does at its start
@@ -247,37 +186,26 @@ def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
         busy = False
 
     record_crashes(monkeypatch, disk, on_event)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3):
         save(folder, step, floats=20)
         returned = step
         update_pointers(folder, latest=step, best=None)
         prune(folder, 2, None)
-    (folder / "step-000004" / "state.json").write_bytes(b"")
+    (folder / "step-000003" / "state.json").write_bytes(b"")
+    returned = 2
+    save(folder, 3, floats=20)
     returned = 3
-    assert supersede(folder, 3) == [4]
-    save(folder, 4, floats=20)
-    returned = 4
-    save(folder, 4, floats=20, state={"evaluated": True})
+    save(folder, 3, floats=20, state={"evaluated": True})
     prune(folder, 1, None)
     monkeypatch.undo()
     disk.close()
-    assert len(images) > 400
+    assert len(images) > 150
     lost = [image for image in images if image[2] < image[0]]
     assert lost == [], "(save that had returned, kind of image, step found)"
-    assert {step for _, _, step in images} == {0, 1, 2, 3, 4}
+    assert {step for _, _, step in images} == {0, 1, 2, 3}
 
 
 # Full disks ---------------------------------------------------------------------------------------
-
-def test_one_full_disk_is_retried_after_making_room(tmp_path: Path, inject):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    supersede(tmp_path, 2)
-    inject("save.open@2:enospc")
-    save(tmp_path, 3)
-    assert find_latest(tmp_path, run_id=RUN).checkpoint.step == 3
-    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
-
 
 def test_a_disk_that_stays_full(tmp_path: Path, inject):
     inject("save.open:enospc")
@@ -296,54 +224,14 @@ def test_a_disk_that_stays_full(tmp_path: Path, inject):
     assert tree(tmp_path) == before
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from checkpoint_samples import save
-from ppocli.errors import DiskError
-from ppocli.runs.atomic import write_atomic
-write = None
-if sys.argv[2] == "torch":
-    import torch
-    def write(staging):
-        torch.save({"w": torch.zeros(200000)}, staging / "w.weights")
-resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
-try:
-    if sys.argv[2] == "none":
-        write_atomic(Path(sys.argv[1], "x"), b"x" * 500000)
-    save(Path(sys.argv[1]), 2, floats=200000, write=write)
-except DiskError as error:
-    print(error)
-    sys.exit(error.exit_code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("library", "said"), [
-    ("none", "/x (needs 500 kB, "), ("safetensors", "File size limit reached writing"),
-    ("torch", "Disk full writing step 2")])
-def test_a_file_size_limit(tmp_path: Path, library: str, said: str):
-    save(tmp_path, 1)
-    before = tree(tmp_path)
-    child = start_python(LIMITED, tmp_path, library)
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 6, err
-    assert said in out
-    assert ("Kept step 1." in out) == (library != "none")
-    assert tree(tmp_path) == before
-
-
 # Which errors are the disk's ----------------------------------------------------------------------
 
 @pytest.mark.parametrize(("error", "reason"), [
     (OSError(28, "No space left on device"), "Disk full"),
     (OSError(122, "Disk quota exceeded"), "Disk quota exceeded"),
-    (OSError(30, "Read-only file system"), "Read-only disk"),
-    (OSError(13, "Permission denied"), "No permission"),
     (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
      "Disk full"),
     (RuntimeError("I/O error: No space left on device (os error 28)"), "Disk full"),
-    (RuntimeError("I/O error: File too large (os error 27)"), "File size limit reached"),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     (FileNotFoundError(2, "No such file"), None), (ValueError("x"), None)])
 def test_disk_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception,
@@ -361,55 +249,12 @@ def test_there_is_no_nan_in_json():
     assert found == {"a": None, "b": [1.5, None], "c": {"d": [1, "x"]}}
 
 
-def test_write_atomic_keeps_the_umask_and_replaces(tmp_path: Path):
-    path = tmp_path / "ä b.json"
-    old = os.umask(0o027)
-    try:
-        atomic.write_atomic(path, "é")
-    finally:
-        os.umask(old)
-    assert path.read_bytes() == "é".encode()
-    assert path.stat().st_mode & 0o777 == 0o640
-    atomic.write_atomic(path, b"two")
-    assert path.read_bytes() == b"two"
-    with pytest.raises(ValueError, match="JSON"):
-        atomic.write_json_atomic(path, {"x": float("inf")})
-    assert path.read_bytes() == b"two"
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path):
-    path = tmp_path / "x"
-    path.write_text("old")
-
-    def half() -> None:
-        with atomic.open_atomic(path) as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        half()
-    assert tree(tmp_path) == {"x": b"old"}
-
-
-@pytest.mark.parametrize("name", ["a b", "ünï cödé 模型", "x" * 200])
-def test_probe_accepts_odd_names(tmp_path: Path, name: str):
-    probe_writable(tmp_path / name / "deeper")
-    assert list((tmp_path / name / "deeper").iterdir()) == []
-
-
-def test_probe_refuses_files_and_long_paths(tmp_path: Path):
+def test_what_cannot_be_written_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(DiskError, match="is a file"):
+    for path, said in (
+            (Path("/proc/ppocli-run"), r"can't be written|^(Read-only disk|No permission)"),
+            (tmp_path / "file", "is a file"), (tmp_path / ("x" * 300), "Path too long")):
+        with pytest.raises(DiskError, match=said) as no:
             probe_writable(path)
-    with pytest.raises(DiskError, match="Path too long"):
-        probe_writable(tmp_path / ("x" * 300))
-
-
-@pytest.mark.parametrize("folder", ["/proc/ppocli-run", "/sys/ppocli-run"])
-def test_probe_refuses_what_cannot_be_written(folder: str):
-    with pytest.raises(DiskError, match=r"can't be written|^(Read-only disk|No permission)") as no:
-        probe_writable(Path(folder))
-    assert folder in str(no.value)
-    assert no.value.exit_code == 6
+        assert no.value.exit_code == 6
+    probe_writable(tmp_path / "ünï cödé 模型" / "deeper")

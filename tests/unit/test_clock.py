@@ -2,49 +2,23 @@
 
 import json
 import math
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from threading import Thread
 
 import pytest
 import torch
-from helpers import checked, environment, jsonl
+from helpers import checked, jsonl
 from runs import make_world, words
 
 from ppocli.errors import StoppedError
 from ppocli.launch.open_run_folder import open_folder
 from ppocli.launch.worker import run_worker
 from ppocli.runs.run_logs import finite_or_null
-from ppocli.training.state import Moment, PhaseClock, TrainState, profile
+from ppocli.training.state import Moment, PhaseClock, TrainState
 from ppocli.training.task import PythonObjects
 
 CPU = torch.device("cpu")
-
-
-def burn(seconds: float) -> None:
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        sum(range(1000))
-
-
-def test_waiting_takes_wall_time_and_computing_takes_both():
-    clock = PhaseClock(CPU)
-    time.sleep(0.1)
-    clock.mark("waiting")
-    burn(0.1)
-    clock.mark("computing")
-    assert clock.seconds["waiting"] >= 0.1
-    assert clock.cpu_seconds["waiting"] < 0.05
-    assert clock.cpu_seconds["computing"] == pytest.approx(0.1, abs=0.05)
-    assert clock.seconds["computing"] >= 0.09
-    thread = Thread(target=burn, args=(0.1,))
-    thread.start()
-    thread.join()
-    clock.mark("aside")
-    assert clock.cpu_seconds["aside"] >= 0.09
 
 
 def test_marks_add_up_to_the_time_between_first_and_last_and_are_told():
@@ -63,31 +37,6 @@ def test_marks_add_up_to_the_time_between_first_and_last_and_are_told():
     assert set(second.seconds) == {"b"}
     assert clock.take().seconds == {}
     assert heard == ["a", "b", "a", "b"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
-def test_the_start_of_a_process_lies_before_its_imports():
-    code = ("import time; time.sleep(0.5); from ppocli.training.state import Moment; "
-            "began = Moment.of_process_start(); print(Moment.now().wall - began.wall, began.cpu)")
-    before = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
-                          env=environment())
-    whole = time.perf_counter() - before
-    age, cpu = map(float, done.stdout.split())
-    assert 0.5 <= age <= whole + 0.02  # the system counts in hundredths
-    assert cpu == 0.0
-
-
-def test_a_profile_has_shares_and_throughput():
-    found = profile({"optimize": 3.0, "rollout": 1.0}, {"optimize": 6.0, "rollout": 0.5},
-                    {"rollout": 50, "optimize": 0})
-    assert (found["seconds"], found["cpu_seconds"]) == (4.0, 6.5)
-    assert list(found["phases"]) == ["rollout", "optimize"]
-    assert found["phases"]["rollout"] == {"seconds": 1.0, "cpu_seconds": 0.5, "share": 0.25,
-                                          "tokens": 50, "tokens_per_second": 50.0}
-    assert found["phases"]["optimize"]["tokens_per_second"] is None
-    assert profile({}, {}, {}) == {"seconds": 0, "cpu_seconds": 0, "phases": {}}
 
 
 def test_time_and_tokens_are_booked_and_survive_json():
@@ -148,15 +97,3 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resum
     rows = jsonl(world / "runs/r/metrics.jsonl")
     assert sum(summary["seconds"].values()) == pytest.approx(
         sum(row.get(name, 0.0) for row in rows for name in ("time/step", "time/eval")))
-    for name in ("rollout", "reward", "scoring", "optimize", "eval", "other"):
-        for kind, told_as in (("time", "seconds"), ("cpu", "cpu_seconds")):
-            rest = phases[name][told_as] - sum(row.get(f"{kind}/{name}", 0.0) for row in rows)
-            assert rest == pytest.approx(0, abs=1e-9), (kind, name)
-    for row in [row for row in rows if "time/step" in row]:
-        for kind in ("time", "cpu"):
-            parts = {name: row[name] for name in row if name.startswith(f"{kind}/")}
-            step = parts.pop(f"{kind}/step")
-            parts.pop(f"{kind}/eval", None)
-            assert set(parts) == {f"{kind}/{phase}" for phase in (
-                "rollout", "reward", "scoring", "optimize", "other")}
-            assert step == pytest.approx(sum(parts.values()))

@@ -3,48 +3,37 @@ a configuration as words, which composes to itself again, and as ``config.yaml``
 
 import itertools
 import json
-import shlex
-from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers import checked, mostly_slow, refused
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
-from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.builtin.names import recipe_files
 from ppocli.config.command_words import read_setting, read_words
 from ppocli.config.compose import compose, print_composition
 from ppocli.config.config_yaml import (
-    NEXT_CONFIG_FILE,
     classify_change,
     config_differences,
     config_text,
-    literal,
     quoted,
     read_config,
-    training_command,
     unquoted,
     with_absolute_paths,
     with_values,
     words_for,
 )
-from ppocli.config.keys import schema_keys, schema_sections
+from ppocli.config.keys import schema_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
-from ppocli.config.text import nearest
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.launch.open_run_folder import changes_on_resume
-from ppocli.runs.record import accept_settings, read_changes
-from ppocli.runs.run_folder import write_config
 
 
 @pytest.mark.parametrize("text", [
-    "plain", "with space", "ü/x", "it's", "ends\\", "a\\'b", "C:\\x\\", "x (1)", "a=b", "~/x", "#1",
-    "Q, {prompt}", "{prompt}", "123", "1e5", "true", "inf", "Review: {prompt}\nA:", "/a/[b]/c",
-    "8e77653", "007"])
+    "with space", "it's", "a\\'b", "C:\\x\\", "x (1)", "a=b", "#1", "Q, {prompt}", "1e5", "true",
+    "Review: {prompt}\nA:", "/a/[b]/c", "007"])
 def test_text_for_a_text_key_reaches_the_config_unchanged(text):
     word = read_setting(f"model.path={text}")
     assert OverridesParser.create().parse_override(str(word)).value() == text
@@ -59,35 +48,14 @@ def test_other_words_are_left_or_rewritten(word, expected):
     assert str(read_setting(word)) == expected
 
 
-def test_flags_between_overrides_are_put_last():
-    read = read_words(["seed=1", "--cfg", "job", "ppo.lam=1", "-p", "ppo", "~ppo"])
-    assert read.argv() == ["seed=1", "ppo.lam=1", "~ppo", "--cfg", "job", "--package", "ppo"]
-    assert read.only_prints
-    assert not read.is_sweep
-    assert read_words(["-m", "seed=1,2"]).is_sweep
-
-
 @pytest.mark.parametrize(("words", "said"), [
     (["--multirn"], "did you mean --multirun?"),
-    (["--resum=x"], "resume=x"),
     (["--seed", "3"], "seed=3"),
-    (["--cfg"], "--cfg needs a value"),
     (["--cfg", "jb"], "must be one of job, deepspeed"),
-    (["-m=3"], "unknown option -m"),
-    (["--config-dir", "nowhere"], "config folder nowhere does not exist"),
-])
+    (["--config-dir", "nowhere"], "config folder nowhere does not exist")])
 def test_wrong_flags_say_what_is_right(words, said):
     with refused(ConfigError, said):
         read_words(words)
-
-
-@pytest.mark.parametrize(("name", "best"), [
-    ("lr", "ppo.optimizer.lr"), ("ppo.lr", "ppo.optimizer.lr"), ("ppo.lrr", "ppo.optimizer.lr"),
-    ("ppo.clip", "ppo.cliprange"), ("model.pth", "model.path"), ("promts.path", "prompts.path"),
-    ("seeed", "seed"), ("ppo.kl_coef", "ppo.init_kl_coef"), ("ppo.kl_est", "ppo.kl_estimator"),
-    ("generation.maxnewtokens", "generation.max_new_tokens"), ("modl", "model")])
-def test_the_nearest_key_is_named_first(name, best):
-    assert nearest(name, [*schema_keys(), *schema_sections()])[0] == best
 
 
 TEXTS = ["", "plain", "o'b", "a\\", "a\\'b", "\\\\''\\", "it's \"it\"\\\\", "a\\\\\n",
@@ -101,18 +69,11 @@ def test_quotes_are_undone():
         assert str(parser.parse_override(f"x={quoted(text)}").value()) == text
 
 
-def test_a_literal_text_has_no_interpolation():
-    for text in TEXTS:
-        parsed = OverridesParser.create().parse_override(f"x={literal(text)}")
-        assert OmegaConf.create({"x": parsed.value()}).x == text
-
-
 SECRET = "xyzzy-do-not-show-me"
 
 
 @pytest.mark.parametrize("key", [
-    "hub.token", "hf_token", "reward.kwargs.api_key", "reward.kwargs.apiKey", "password",
-    "reward.kwargs.client_secret", "wandb_key", "access-token", "+reward.kwargs.authToken"])
+    "hf_token", "reward.kwargs.apiKey", "password", "wandb_key", "+reward.kwargs.authToken"])
 def test_keys_named_like_secrets_are_refused_unshown(key):
     with refused(ConfigError, "looks like a secret", key.lstrip("+")) as error:
         read_words([f"{key}={SECRET}"])
@@ -150,8 +111,7 @@ def test_files_are_read_for_secrets_too(text, tmp_path, monkeypatch, capsys):
 
 def test_keys_of_the_schema_and_common_arguments_are_no_secrets():
     assert not [name for name in schema_keys() if looks_secret(name)]
-    for name in ("reward.kwargs.keyword", "reward.kwargs.max_tokens", "reward.kwargs.key",
-                 "reward.kwargs.tokenizer", "reward.kwargs.author", "reward.kwargs.stop_token_id"):
+    for name in ("reward.kwargs.keyword", "reward.kwargs.max_tokens", "reward.kwargs.key"):
         assert not looks_secret(name), name
 
 
@@ -165,70 +125,27 @@ def comes_back(*words):
     assert config_differences(config, checked(*words_for(config)).config) == []
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(sorted(recipe_files()), quick=lambda name: name in (
-    "quickstart", "pipeline_reward", "hh_sft")))
+@pytest.mark.parametrize("recipe", mostly_slow(
+    sorted(recipe_files()), quick=lambda name: name == "hh_sft"))
 def test_a_recipe_comes_back(recipe):
     comes_back(f"+recipe={recipe}")
 
 
-@pytest.mark.parametrize("option", mostly_slow(
-    config_groups()["ppo"], quick=lambda name: name == "vapo"))
-def test_a_published_setting_goes_with_a_recipe(option):
-    comes_back("+recipe=randomwalks", f"ppo={option}", "ppo.n=8", "ppo.num_rollouts=128")
-
-
 @pytest.mark.parametrize("words", [
-    ["reward.fn=a.b:c", "reward.kwargs.deep={a:{b:[1,2.5,null,true,'no']}}",
-     "reward.kwargs.text='12'", "reward.kwargs.other='it''s: {odd}, [x]'"],
     ["reward.fns.one={fn:length,kwargs:{target:3},weight:0.5}", "reward.fns.two={fn:keyword}"],
-    ["reward.fn=length", "generation.stop_sequences=['\\n\\n','a,b','it=is','\"']",
-     "model.revision=12e4567"],
-    ["reward.fn=length", "prompts.template='Q: {prompt}\\nA:'", "ppo.optimizer.lr=1e-05",
-     "ppo.max_grad_norm=null", "run_name=null", "model.trust_remote_code=false"],
-])
+    ["reward.fn=a.b:c", "reward.kwargs.deep={a:{b:[1,2.5,null,true,'no']}}",
+     "reward.kwargs.text='12'", "reward.kwargs.other='it''s: {odd}, [x]'",
+     "generation.stop_sequences=['\\n\\n','a,b','it=is','\"']", "model.revision=12e4567",
+     "prompts.template='Q: {prompt}\\nA:'", "ppo.optimizer.lr=1e-05", "ppo.max_grad_norm=null",
+     "run_name=null", "model.trust_remote_code=false"]])
 def test_values_of_every_kind_come_back(words):
-    base = [word for word in BASE if word.partition("=")[0] not in str(words)]
-    comes_back(*base, *words)
-
-
-def test_texts_come_back():
-    texts = ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b", "ü [x] {y}", "", " lead",
-             "a=b", "a:b", "$HOME `x` \"q\"", "a\nb", r"\n", r"\\t'\nabla", "\\\n"]
-    kwargs = {f"value{number}": text for number, text in enumerate(texts)} | {"list": texts}
-    config = checked(*BASE, "reward.fn=a.b:c").config
-    for column in ("1e5", r"\\t'\nabla"):
-        config = replace(config, reward=replace(config.reward, kwargs=kwargs),
-                         prompts=replace(config.prompts, column=column))
-        again = checked(*words_for(config)).config
-        assert again.reward.kwargs == config.reward.kwargs
-        assert again.prompts.column == config.prompts.column
-
-
-def test_the_command_survives_a_shell():
-    config = checked(*BASE, "reward.fn=a.b:c", "reward.kwargs.x='it is; rm -rf $HOME'").config
-    typed = shlex.split(training_command(config, "run_name=again").replace("\\\n", " "))
-    assert typed[:2] == ["ppocli", "train"]
-    again = checked(*typed[2:]).config
-    assert again.run_name == "again"
-    assert config_differences(config, again) == []
+    comes_back(*BASE, *words)
 
 
 # Configurations in config.yaml, and changed -------------------------------------------------------
 
 def composed(*words: str) -> TrainConfig:
     return checked("+recipe=quickstart", *words).config
-
-
-def test_what_is_written_is_read_back_equal(tmp_path):
-    config = composed("reward.kwargs.deep={a:[1,{b:null}]}", "prompts.template='Ä: {prompt}\nB'",
-                      "generation.stop_sequences=['\n','a b']", "ppo.optimizer.lr=1e-7")
-    write_config(config, tmp_path / "config.yaml")
-    assert read_config(tmp_path / "config.yaml") == config
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert list(written) == [name for name in asdict(TrainConfig())
-                             if name not in ("data", "sft", "reward_model")]
-    assert list(written["ppo"]) == list(asdict(TrainConfig())["ppo"])
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -266,8 +183,9 @@ def test_user_paths_become_absolute(tmp_path, monkeypatch):
     assert {key: attrgetter(key)(result) for key in wanted} == wanted
     assert result.reward.kwargs.items() >= {
         "model": f"{tmp_path}/data/p.jsonl", "style": "a/b"}.items()
-    assert composed().model.path == with_absolute_paths(composed()).model.path
-    assert with_absolute_paths(composed()).rollout.engine == composed().rollout.engine
+    plain = composed()
+    assert with_absolute_paths(plain).model.path == plain.model.path
+    assert with_absolute_paths(plain).rollout.engine == plain.rollout.engine
 
 
 def test_models_in_a_runs_folder_are_found_where_it_is_now(tmp_path):
@@ -285,12 +203,13 @@ def test_models_in_a_runs_folder_are_found_where_it_is_now(tmp_path):
     assert compose(read_words([f"resume={tmp_path}/now"])).config.model.path == str(place)
 
 
-@pytest.mark.parametrize("text", ["1e3", "12e4567", "-1.5e3", "+1_0E-2", "1.0e+2", ".5e+1", "1:30",
-                                  "1_000", "null", "0x1f", "${a}"])
-def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path, text):
-    given = with_values(composed(), {"model.revision": text, "reward.kwargs": {"a": [text, 1e3]}})
-    (tmp_path / "config.yaml").write_text(config_text(given))
-    assert read_config(tmp_path / "config.yaml") == given
+def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path):
+    for text in ("1e3", "12e4567", "-1.5e3", "+1_0E-2", "1.0e+2", ".5e+1", "1:30", "1_000", "null",
+                 "0x1f", "${a}"):
+        given = with_values(TrainConfig(), {"model.revision": text,
+                                            "reward.kwargs": {"a": [text, 1e3]}})
+        (tmp_path / "config.yaml").write_text(config_text(given))
+        assert read_config(tmp_path / "config.yaml") == given
 
 
 def test_a_resumed_run_has_the_name_and_place_of_its_folder(tmp_path):
@@ -302,20 +221,6 @@ def test_a_resumed_run_has_the_name_and_place_of_its_folder(tmp_path):
             compose(read_words([f"resume={run}", *words]))
     compose(read_words([f"resume={run}", "run_name=mine", f"output_dir={tmp_path}/runs/../runs"]))
     compose(read_words([f"resume={run}", "run_name=null"]))
-
-
-def test_differences_are_listed_key_by_key():
-    old = composed()
-    new = composed("seed=3", "ppo.optimizer.lr=1e-6", "reward.kwargs.label=NEGATIVE",
-                   "reward.kwargs.batch_size=3")
-    new = replace(new, run_name="other", output_dir="elsewhere", resume="auto")
-    assert config_differences(old, new) == [
-        ("seed", 0, 3), ("reward.kwargs.label", "POSITIVE", "NEGATIVE"),
-        ("ppo.optimizer.lr", old.ppo.optimizer.lr, 1e-6), ("reward.kwargs.batch_size", None, 3)]
-    assert config_differences(old, old) == []
-    new = replace(old, reward=replace(old.reward, kwargs={}))
-    assert [key for key, _, _ in config_differences(old, new)] == [
-        "reward.kwargs.model", "reward.kwargs.label"]
 
 
 def test_changes_are_classed():
@@ -331,32 +236,3 @@ def test_changes_are_classed():
         assert {name: classify_change(name) for name in names} == dict.fromkeys(names, kind)
     for name in schema_keys():
         assert classify_change(name) in expected
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    write_config(TrainConfig(), tmp_path / "config.yaml")
-    (tmp_path / "run.json").write_text('{"run_id": "abc"}')
-    return tmp_path
-
-
-def ask(run: Path, vf_coef: float) -> None:
-    config = TrainConfig()
-    config.ppo.vf_coef = vf_coef
-    write_config(config, run / NEXT_CONFIG_FILE)
-
-
-def test_changes_are_noted_beside_the_identity(run):
-    default = f"{TrainConfig().ppo.vf_coef:g}"
-    for value, step in ((0.5, 2), (0.25, 4)):
-        ask(run, value)
-        accept_settings(run, step)
-        assert read_config(run / "config.yaml").ppo.vf_coef == value
-    changes = [{"step": 2, "key": "ppo.vf_coef", "before": default, "after": "0.5"},
-               {"step": 4, "key": "ppo.vf_coef", "before": "0.5", "after": "0.25"}]
-    assert read_changes(run) == changes
-    assert json.loads((run / "run.json").read_text())["run_id"] == "abc"
-    accept_settings(run, 3)
-    assert [change["step"] for change in read_changes(run)] == [2, 3], "it went back behind one"
-    accept_settings(run, None)
-    assert read_changes(run) == [], "it has started afresh"

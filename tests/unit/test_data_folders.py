@@ -1,27 +1,14 @@
 """Several files as one source: folders, configurations, patterns, lists and addresses."""
 
-import functools
-import http.server
-import importlib.util
-import re
 
 import datasets
 import pytest
-from helpers import running, write_jsonl
-from test_data_formats import ROWS, load, rows_of
-from test_data_hub import closed_port, run_python
+from helpers import write_jsonl
+from test_data_formats import load, rows_of
 from test_examples import data_config
 
 from ppocli.data.examples import read_examples
 from ppocli.errors import InputError
-
-
-class QuietFiles(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder."""
-
-    def log_message(self, *args):
-        pass
-
 
 # A downloaded data set ----------------------------------------------------------------------------
 
@@ -85,40 +72,8 @@ def test_patterns_read_all_that_matches(tmp_path, monkeypatch):
         rows_of("b/x*")
 
 
-URLS = """
-import sys
-from ppocli.config.schema import PromptsConfig
-from ppocli.data.sources import open_rows, training_spec
-from ppocli.errors import InputError
-for path in sys.argv[1:]:
-    try:
-        print([(row.place, row.values) for row in
-               open_rows(training_spec(PromptsConfig(path=path), None), [])])
-    except InputError as error:
-        print(error)
-"""
-
-
-@pytest.mark.slow
-def test_addresses_are_downloaded_as_datasets_does(tmp_path):
-    (tmp_path / "www").mkdir()
-    write_jsonl(tmp_path / "www" / "my rows.jsonl", ROWS)
-    (tmp_path / "www" / "bad.jsonl").write_text('{"prompt": "it"}\n{"prompt"\n')
-    handler = functools.partial(QuietFiles, directory=str(tmp_path / "www"))
-    read = str([(f"line {number} of my rows.jsonl", row)
-                for number, row in enumerate(ROWS, start=1)])
-    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
-        done = run_python(
-            URLS, tmp_path, f"{(tmp_path / 'www').as_uri()}/my%20rows.jsonl".replace("%20", " "),
-            f"{(tmp_path / 'www').as_uri()}/bad.jsonl", f"{url}/my%20rows.jsonl?download=true",
-            f"{url}/none.jsonl", "https://huggingface.co/datasets/openai/gsm8k",
-            HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
-    assert done.returncode == 0, done.stderr
-    rows, bad, over_http, none, page = re.split(r"\n(?=\S)", done.stdout.rstrip())
-    assert rows == read
-    assert bad.startswith("Line 2 of bad.jsonl is not valid JSON")
-    assert f"where: prompts.path={(tmp_path / 'www').as_uri()}/bad.jsonl" in bad
-    assert over_http == read or not importlib.util.find_spec("aiohttp")
-    assert none.startswith(f"{url}/none.jsonl cannot be downloaded: ")
-    assert none.endswith("download it, then prompts.path=none.jsonl")
-    assert page.startswith("Data set 'openai/gsm8k' is not on this machine")
+@pytest.mark.parametrize("address", ["https://host/rows.jsonl", "hf://datasets/a/b/c.jsonl"])
+def test_addresses_are_refused(address):
+    with pytest.raises(InputError, match="is an address") as refused:
+        rows_of(address)
+    assert "prompts.path=OWNER/NAME" in refused.value.fix

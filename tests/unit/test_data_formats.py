@@ -71,20 +71,15 @@ def store(kind, rows, path):
     table = datasets.Dataset.from_list(full)
     if kind == "saved":
         table.save_to_disk(path)
-    elif kind in ("saved-json", "json-type"):
-        table = datasets.Dataset.from_list(full, features=typed)
-        (table.save_to_disk if kind == "saved-json" else table.to_parquet)(path)
-    elif kind == "pyarrow":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif kind == "json-type":
+        datasets.Dataset.from_list(full, features=typed).to_parquet(path)
     else:
         table.to_parquet(path)
     return {"python-pyarrow": lambda: pyarrow.Table.from_pylist(rows),
-            "python-datasets": lambda: table,
             "python-pandas": lambda: pandas.read_parquet(path)}.get(kind, lambda: path)()
 
 
-KINDS = ["parquet", "pyarrow", "saved", "saved-json", "json-type", "python-pyarrow",
-         "python-datasets", "python-pandas"]
+KINDS = ["parquet", "saved", "json-type", "python-pyarrow", "python-pandas"]
 
 
 @pytest.mark.parametrize(("name", "kind"), [
@@ -123,8 +118,7 @@ CELLS = [["prompt", "int", "zeros", "gaps", "float", "bool", "mixed", "null", "d
 
 
 @pytest.mark.parametrize(("form", "name"), [
-    (",", "p.csv"), (";", "p.csv"), ("\t", "p.csv"), ("|", "p.csv"), ("\t", "p.tsv"),
-    ("sep=;", "p.csv"), ("sep=\t", "p.csv"), ('"sep=;"', "p.csv")])
+    (",", "p.csv"), (";", "p.csv"), ("\t", "p.tsv"), ('"sep=;"', "p.csv")])
 def test_csv_cells_reach_rewards_with_the_types_that_datasets_infers(tmp_path, form, name):
     """Prompts and templates have the texts as they are written."""
     mark = form.strip('"')[-1]
@@ -156,14 +150,12 @@ CHATS = [{"messages": [turn("user", "a"), turn("assistant", "b")]},
          {"messages": [turn("user", "c"), turn("assistant", "d")]}]
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 @pytest.mark.parametrize(("rows", "form"), [
-    *((rows, form) for rows in (ROWS, CHATS)
-      for form in ("columns", "list", "records", "data", "beside")),
-    (CHATS, "conversations"), (ROWS[:1], "object"), (CHATS[:1], "object"), (CHATS[:1], "data")])
-def test_json_objects_that_hold_rows(tmp_path, rows, form, suffix):
+    *((CHATS, form) for form in ("columns", "list", "records", "data", "beside")),
+    (ROWS, "columns"), (ROWS[:1], "object"), (CHATS[:1], "object")])
+def test_json_objects_that_hold_rows(tmp_path, rows, form):
     """Columns, as lists or as pandas' ``to_json`` writes them, a list under a key, and one row."""
-    frame, path = pandas.DataFrame(rows), tmp_path / f"p{suffix}"
+    frame, path = pandas.DataFrame(rows), tmp_path / "p.json"
     if form in ("columns", "list", "records"):
         text = json.dumps(frame.to_dict("list")) if form == "list" else frame.to_json(orient=form)
     else:

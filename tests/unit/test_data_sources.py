@@ -6,11 +6,9 @@ import json
 import datasets
 import pytest
 from data_tokenizers import ids, words
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
-from ppocli.data.prompt_set import load_eval_prompts, load_prompts
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.prompt_set import load_prompts
 from ppocli.errors import ConfigError, InputError
 
 ROWS = [{"prompt": "the film was", "label": 1, "tag": "x"},
@@ -39,8 +37,8 @@ def write_folder(path):
 
 
 @pytest.mark.parametrize(("name", "write"), [
-    ("p.json", lambda path: path.write_text(json.dumps(ROWS, indent=2))), ("p.jsonl", write_jsonl),
-    ("P.JSONL", write_jsonl), ("lines.json", write_jsonl), ("p.csv", TABLE.to_csv),
+    ("p.json", lambda path: path.write_text(json.dumps(ROWS, indent=2))), ("P.JSONL", write_jsonl),
+    ("lines.json", write_jsonl), ("p.csv", TABLE.to_csv),
     ("p.parquet", TABLE.to_parquet), ("saved", TABLE.save_to_disk), ("folder", write_folder)])
 def test_each_format_gives_prompts_and_metadata(tmp_path, name, write):
     write(tmp_path / name)
@@ -73,15 +71,6 @@ def test_csv_quotes_line_breaks_nameless_columns_and_long_cells(tmp_path):
     assert csv.field_size_limit() == limit
 
 
-def test_json_may_hold_texts_or_a_single_object(tmp_path):
-    (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
-    (tmp_path / "one.json").write_text(json.dumps(ROWS[0]))
-    (tmp_path / "texts.jsonl").write_text('"it is"\n\n{"prompt": "so good"}\n')
-    assert load(tmp_path / "texts.json").texts == TEXTS
-    assert load(tmp_path / "one.json").texts == TEXTS[:1]
-    assert load(tmp_path / "texts.jsonl").texts == ["it is", "so good"]
-
-
 def test_columns_choose_the_metadata(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl")
     assert load(path, columns=["tag"]).columns == {"tag": ["x", "y", "z"]}
@@ -100,15 +89,6 @@ def test_limit_counts_usable_prompts_and_stops_reading(tmp_path):
     prompts = load(path, limit=2)
     assert prompts.texts == ["it is", "so good"]
     assert prompts.notes == ("1 prompt was blank: dropped",)
-
-
-def test_relative_and_home_paths(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "p.jsonl")
-    write_jsonl(tmp_path / "imdb" / "rows.jsonl")  # a folder wins over a Hub name
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for path in ("p.jsonl", "./p.jsonl", "~/p.jsonl", "imdb", "./imdb"):
-        assert load(path).texts == TEXTS, path
 
 
 @pytest.mark.parametrize(("split", "expected"), [
@@ -133,15 +113,6 @@ def test_splits(tmp_path, kind, split, expected):
     with pytest.raises(InputError, match=r"Bad split: tset.*train") as caught:
         load(folder, split="tset")
     assert "prompts.split=tset" in caught.value.where
-
-
-def test_a_setting_without_effect_is_noted(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl")
-    assert [note.partition(" was")[0] for note in load(
-        path, split="train+test", name="plain").notes] == [
-        "prompts.name=plain", "prompts.split=train+test"]
-    TABLE.save_to_disk(tmp_path / "saved")
-    assert "saved has no splits" in load(tmp_path / "saved", split="test").notes[0]
 
 
 def test_inline_items_from_config_and_from_python(tmp_path):
@@ -171,26 +142,18 @@ def test_bos_alone():
 # Bad input ----------------------------------------------------------------------------------------
 
 BAD_FILES = [
-    ("p.jsonl", b"", "The prompt set is empty."),
     ("p.txt", b"\n  \n\t\n", "All prompts are blank (3 of 3)."),
     ("p.txt", b"it is\nna\xefve film\n", "Line 2 of p.txt is not UTF-8: "
      "invalid continuation byte at byte 3."),
-    ("p.txt", "it is".encode("utf-16"), "Line 1 of p.txt is not UTF-8: invalid start byte"),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": "so\n',
      "Line 2 of p.jsonl is not valid JSON: Unterminated string starting at (character 12)."),
-    ("p.json", b'[{"prompt": "it is"},\n {"prompt" "so"}]',
-     "Line 2 of p.json is not valid JSON: Expecting ':' delimiter (character 12)."),
     ("p.jsonl", b'[["it is"]]', "Row 1 of p.jsonl is a JSON list, not an object or a text."),
-    ("p.json", b"[" * 100_000, "Line 1 of p.json is not valid JSON: maximum recursion"),
     ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in row 1 of p.jsonl: its "
                                         "columns are promt. Did you mean 'promt'?"),
     ("p.jsonl", b'{"prompt": "it is"}\n{"prompt": 12}\n',
      "Column 'prompt' in line 2 of p.jsonl holds 12 (int), not a text."),
-    ("p.json", b'[{"prompt": [{"role": "user", "content": "it is"}]}]',
-     "Column 'prompt' in row 1 of p.json holds chat messages, not a text."),
     ("p.csv", b"prompt,n\nit is,1\nso, good,2\n",
      "Line 3 of p.csv has 3 fields where the header has 2."),
-    ("p.csv", b'prompt,n\n"it is,1\nso good,2\n', "Line 3 of p.csv is not valid CSV: unexpected"),
     ("p.parquet", b"PAR1 not really", "p.parquet is not a readable parquet file: "),
     ("p.xlsx", b"x", "p.xlsx has the suffix '.xlsx'; files that are read end in .json, "),
 ]
@@ -207,20 +170,6 @@ def test_bad_files_are_refused_with_the_place(tmp_path, name, content, what):
     assert caught.value.exit_code == 3
 
 
-@settings(max_examples=60)
-@given(suffix=st.sampled_from([".json", ".jsonl", ".csv", ".txt", ".parquet"]),
-       content=st.binary(max_size=60) | st.text('[]{}":,\n prompt1', max_size=60).map(str.encode))
-def test_any_content_loads_or_is_refused_as_input(tmp_path_factory, suffix, content):
-    path = tmp_path_factory.getbasetemp() / f"any{suffix}"
-    path.write_bytes(content)
-    try:
-        prompts = load(path)
-    except InputError:
-        return
-    assert len(prompts) == len(prompts.texts) >= 1
-    assert all(prompts.token_ids)
-
-
 def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "prompts.jsonl")
     with pytest.raises(InputError) as caught:
@@ -228,25 +177,9 @@ def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
     assert "does not exist" in caught.value.what
     assert caught.value.where == f"prompts.path={tmp_path / 'promts.jsonl'}"
     assert caught.value.fix == f"did you mean {tmp_path / 'prompts.jsonl'}?"
-    with pytest.raises(InputError, match="does not exist"):
-        load(tmp_path / "nowhere" / "p.jsonl")
     monkeypatch.chdir(tmp_path)
-    for path in ("./nope", "nope.jsonl", "a/b/c", "no such set"):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load("~/prompts.jsonl").texts == load("./prompts.jsonl").texts == TEXTS
+    for path in ("./nope", "a/b/c"):
         with pytest.raises(InputError, match="does not exist"):
             load(path)
-    with pytest.raises(InputError, match="prompt path is empty"):
-        load("")
-
-
-def test_evaluation_errors_name_the_evaluation_keys(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl")
-    for own, where in (
-            (EvalPromptsConfig(path=str(tmp_path / "no.jsonl")),
-             f"prompts.eval.path={tmp_path / 'no.jsonl'}"),
-            (EvalPromptsConfig(column="promt"), "prompts.eval.column=promt"),
-            (EvalPromptsConfig(items=[3]), "prompts.eval.column=prompt")):
-        cfg = PromptsConfig(path=str(path), eval=own)
-        training = load_prompts(cfg, words(), seed=0, max_prompt_tokens=9)
-        with pytest.raises(InputError) as caught:
-            load_eval_prompts(cfg, words(), seed=0, max_prompt_tokens=9, training=training)
-        assert caught.value.where == where

@@ -64,18 +64,6 @@ def test_accelerates_example_is_filled_in(tmp_path):
     assert given(tmp_path, theirs)["zero_optimization"]["reduce_bucket_size"] == 5e7
 
 
-@pytest.mark.parametrize("file", [
-    {}, {"train_batch_size": 16}, {"gradient_clipping": 0.5, "gradient_accumulation_steps": 1},
-    {"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, {"fp16": "auto"},
-    {"zero_optimization": {"overlap_comm": True, "offload_optimizer": {"device": "none"}}},
-    {"communication_data_type": "fp16", "comms_logger": {"enabled": True}},
-    {"optimizer": "auto"}, {"steps_per_print": 1}])
-def test_files_that_agree(tmp_path, file):
-    found = given(tmp_path, file)
-    assert found["steps_per_print"] == 10**9
-    assert found["train_batch_size"] == 16
-
-
 @pytest.mark.parametrize(("file", "hardware", "texts"), [
     ({"train_batch_size": 64}, {}, ["train_batch_size is 64, the settings make it 16"]),
     ({"gradient_clipping": 1.0}, {}, ["gradient_clipping is 1.0"]),

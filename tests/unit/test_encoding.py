@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data_tokenizers import CHATML, ids, utf8_bytes, words
 from test_examples import data_config, turns
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import PromptsConfig
@@ -53,7 +53,7 @@ TOLD = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
 TOOL = {"type": "function", "function": {"name": "film", "description": None}}
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), np.array([TOOL])])
+@pytest.mark.parametrize("tools", [json.dumps([TOOL]), np.array([TOOL])])
 def test_the_chat_template_is_told_of_tools(tools):
     tokenizer = words(chat=TOLD + CHATML)
     one = {"messages": turns("is it ?", "good"), "tools": tools}
@@ -70,26 +70,12 @@ def test_the_chat_template_is_told_of_tools(tools):
                for answer in (data.chosen, data.rejected))
     for without in ({**one, "tools": absent} for absent in (None, [], "", "null", math.nan)):
         assert shown(load([without], tokenizer), tokenizer).startswith("<s> user")
-    hidden = load([one], tokenizer, columns={"tools": None})
-    assert shown(hidden, tokenizer).startswith("<s> user")
+    assert load([one], words(chat=CHATML)).notes == (
+        "the chat template leaves out what the column tools describes",)
+    with pytest.raises(InputError, match="Column 'tools' in item 1"):
+        load([{**one, "tools": ["film"]}], tokenizer)
     calls = load([{"calls": tools, **one, "tools": None}], tokenizer, columns={"tools": "calls"})
     assert shown(calls, tokenizer).startswith("film <s> user")
-
-
-def test_tools_that_are_none_and_a_template_that_leaves_them_out():
-    row = {"messages": turns("is it ?", "good"), "tools": [TOOL]}
-    assert load([row], words(chat=CHATML)).notes == (
-        "the chat template leaves out what the column tools describes",)
-    assert not load([row], words(chat=TOLD + CHATML)).notes
-    assert not load([{"text": "good", "tools": "of another kind"}], words()).notes
-    # what a template wants in front of a question is there
-    strict = ("{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
-              + TOLD + CHATML)
-    asked = [{"role": "system", "content": "so"}, *row["messages"]]
-    assert not load([{**row, "messages": asked}], words(chat=strict)).notes
-    for wrong in ("film", ["film"], '{"name": "film"}', 3, "[" * 100_000):
-        with pytest.raises(InputError, match="Column 'tools' in item 1"):
-            load([{**row, "tools": wrong}], words(chat=TOLD + CHATML))
 
 
 FIRST = "<s> user : the film ? </s> assistant :"
@@ -134,33 +120,7 @@ def test_a_template_that_turns_cannot_be_followed_in(template, says):
     assert "item 1 of data.items" in str(caught.value)
 
 
-def test_turns_before_the_last_need_one_of_the_user_in_front():
-    rows = [{"messages": turns("good", "so ?", "very bad", first="assistant")}]
-    tokenizer = words(chat=CHATML)
-    with pytest.raises(InputError, match="begins with the assistant") as caught:
-        load(rows, tokenizer)
-    assert caught.value.where == "item 1 of data.items"
-    assert shown(load(rows, tokenizer, train_on="completion"), tokenizer) == (
-        "<s> assistant : good </s> user : so ? </s> assistant :[very bad </s>]")
-
-
-def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_response():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: i for i, char in enumerate([*letters, "ab"])},
-                                   [("a", "b")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
-    a, b, ab, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", "ab", "<e>"))
-    data = load([{"prompt": "a", "completion": "bab"}, {"prompt": "b", "completion": "ab"}],
-                tokenizer)
-    assert [row.tolist() for row in data.tokens] == [[a, b, ab, end], [b, ab, end]]
-    assert [row.tolist() for row in data.trained] == [[False, True, True, True],
-                                                      [False, True, True]]
-
-
 @pytest.mark.parametrize(("space", "split", "normal"), [
-    ("▁", pre_tokenizers.Metaspace(prepend_scheme="always"), None),
     ("▁", pre_tokenizers.Metaspace(prepend_scheme="first"), None),
     ("Ġ", pre_tokenizers.ByteLevel(add_prefix_space=True), None),
     ("▁", None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]))])
@@ -195,29 +155,6 @@ def test_an_encoder_reads_the_prompt_and_the_decoder_says_the_rest():
             load([row], tokenizer, encoder=True, train_on=train_on)
 
 
-@pytest.mark.parametrize(("row", "train_on"), [
-    ("the film", "completion"), ("the film", "assistant"),
-    ({"prompt": "the", "completion": "film"}, "assistant")])
-def test_there_must_be_what_is_to_be_trained_on(row, train_on):
-    with pytest.raises(ConfigError, match=r"tem 1 of data\.items") as caught:
-        load([row], words(), train_on=train_on)
-    assert caught.value.where == f"data.train_on={train_on}"
-
-
-def test_a_conversation_cut_before_its_last_answer_has_no_prompt_to_be_answered():
-    tokenizer = words(chat=CHATML)
-    lengths = {}
-    for most in (12, 18, 19):  # within the second question, before its last token, behind it
-        data = load([{"messages": TALK}], tokenizer, max_length=most)
-        assert shown(data, tokenizer).startswith(f"{FIRST}[good </s>]")
-        lengths[most] = len(data.prompt_tokens(0))
-        assert bool(data.prompts[0]) == bool(lengths[most])
-    assert lengths == {12: 0, 18: 0, 19: 19}
-    row = {"prompt": "the film was very", "completion": "good"}
-    assert [load([row], words(), encoder=True, max_length=most).prompts for most in (3, 8)] == [
-        [""], ["the film was very"]]
-
-
 def test_long_examples_are_cut_and_long_pairs_left_out():
     tokenizer = words(front=True)
     rows = [{"prompt": "the film", "completion": "was very good"},
@@ -229,23 +166,16 @@ def test_long_examples_are_cut_and_long_pairs_left_out():
     assert data.places == ["item 1 of data.items", "item 3 of data.items"]
     assert data.notes == ("2 examples were longer than 4 tokens: cut at the end",
                           "1 example had nothing to train on within that: left out")
-    for keys, fix in (({"max_tokens": 3}, "shorter texts, or a model that reads more than 3 "),
-                      ({"max_length": 3}, "a higher data.max_length, or another data.train_on")):
-        with pytest.raises(InputError, match="None of the 3 examples") as caught:
-            load(rows[1:2] * 3, tokenizer, **keys)
-        assert caught.value.fix.startswith(fix)
+    with pytest.raises(InputError, match="None of the 3 examples"):
+        load(rows[1:2] * 3, tokenizer, max_tokens=3)
     pairs = [{"prompt": "the film was", "chosen": c, "rejected": r} for c, r in (
         ("good", "bad"), ("very very good", "bad"), ("good", "good"), ("good", " good"))]
     data = load(pairs, tokenizer, "pairs", max_length=6)
     assert data.places == ["item 1 of data.items"]
     assert data.notes == ("2 pairs were identical: left out",
                           "1 pair was longer than 6 tokens: left out")
-    for some, length, fix in ((pairs[2:], 6, "give pairs whose answers differ"),
-                              (pairs[1:2], 6, "a higher data.max_length"),
-                              (pairs[:1], 4, "a higher data.max_length")):
-        with pytest.raises(InputError, match=f"None of the {len(some)} pairs") as caught:
-            load(some, tokenizer, "pairs", max_length=length)
-        assert caught.value.fix == fix
+    with pytest.raises(InputError, match="None of the 1 pairs"):
+        load(pairs[:1], tokenizer, "pairs", max_length=4)
 
 
 def test_pairs_share_their_prompt_and_end_where_the_answer_does():
@@ -284,19 +214,6 @@ def test_a_share_is_held_back_by_seed():
         with pytest.raises(InputError) as caught:
             split(3)
         assert caught.value.where == f"data.val={val}"
-
-
-def test_the_digest_tells_changed_data():
-    tokenizer = words()
-    row = {"prompt": "the film", "completion": "good"}
-    one, same, other, mask = (load([r], tokenizer, train_on=on).digest() for r, on in (
-        (row, "auto"), (row, "completion"), (row | {"completion": "bad"}, "auto"), (row, "all")))
-    assert one == same
-    assert len({one, other, mask}) == 3
-    pair = {"prompt": "the", "chosen": "good", "rejected": "bad"}
-    digests = {load([r], tokenizer, "pairs").digest() for r in (pair, pair | {"margin": 1.0},
-                                                                pair | {"rejected": "film"})}
-    assert len(digests) == 3
 
 
 def test_examples_are_shown_with_marks_and_without_terminal_escapes():

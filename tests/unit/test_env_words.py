@@ -2,11 +2,11 @@
 
 import played
 import pytest
-from helpers import make_tokenizer, refused
+from helpers import refused
 from played import chat_tokenizer, stepped
 
 from ppocli.config.schema import EnvConfig
-from ppocli.environments.env_calls import Called, Calls, ChatWords, PlainWords
+from ppocli.environments.env_calls import Called, Calls, ChatWords
 from ppocli.environments.registry import ToolPlay, resolve
 from ppocli.errors import InputError, RewardError
 from ppocli.runs.episode import Step
@@ -43,15 +43,6 @@ def test_a_template_that_rewrites_history_is_refused():
         ChatWords(chat_tokenizer(FORGETS))
 
 
-def test_messages_of_reset_follow_the_prompt():
-    tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "hello"}]
-    more = [{"role": "user", "content": "the film"}]
-    found, said = ChatWords(tokenizer).opening(prompt_of(tokenizer, asked), asked, tuple(more))
-    assert tokenizer.decode(found) == tokenizer.apply_chat_template(
-        asked + more, tokenize=False, add_generation_prompt=True)
-    assert (said.ids, said.text) == ([], "\n[user] the film\n")
-
-
 def test_what_cannot_go_into_the_conversation_is_refused():
     tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "hello there"}]
     words, whole = ChatWords(tokenizer), prompt_of(tokenizer, asked)
@@ -65,21 +56,6 @@ def test_what_cannot_go_into_the_conversation_is_refused():
         ChatWords(chat_tokenizer(tokenizer.chat_template + "{% for m in messages if m.role == "
                                  "'tool' %}{{ raise_exception('no such role') }}{% endfor %}")
                   ).between([{"role": "tool", "content": "3"}], ended=True, last=1)
-
-
-def test_it_is_said_where_a_template_leaves_out_tools(caplog):
-    plain = chat_tokenizer()
-    ChatWords(plain, [played.add])
-    assert "template leaves out tools" in caplog.text
-    caplog.clear()
-    ChatWords(chat_tokenizer("{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-                             + plain.chat_template), [played.add])
-    assert not caplog.text
-
-
-def test_messages_need_a_chat_template():
-    with pytest.raises(RewardError, match="without a chat template it must be text"):
-        PlainWords(make_tokenizer()).between([{"role": "user", "content": "a"}])
 
 
 # Other libraries' ---------------------------------------------------------------------------------
@@ -104,17 +80,6 @@ def test_tool_calls_are_read(response, wanted):
     for one, other in zip(answers, wanted, strict=True):
         assert one["content"].startswith(other)
         assert one["name"] == ("unknown" if "error" in other else "echo")
-
-
-def test_tools_are_what_a_template_can_describe(tmp_path, monkeypatch):
-    (tmp_path / "other.py").write_text(
-        "def bare(a):\n    return a\n\n\n"
-        "def add(a: int) -> int:\n    'Add.\\n\\nArgs:\\n    a: it.'\n")
-    monkeypatch.chdir(tmp_path)
-    for tools, said in ((["other.py:bare"], "bare can't be described to the policy: Cannot"),
-                        (["other.py:add", "played:add"], "Several tools are called add")):
-        with refused(RewardError, said, "env.tools"):
-            resolve(EnvConfig(fn="tools", tools=tools), [])
 
 
 def test_errors_of_a_tool_are_observations():

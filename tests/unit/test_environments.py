@@ -61,14 +61,6 @@ def test_calls_in_threads_and_awaited_ones_answer_the_same(name, keys):
             one.result for one in stepped(other, got, turn)]
 
 
-def test_what_an_awaited_call_keeps_serves_the_next():
-    """A lock, as a connection, belongs to the event loop that it was first waited for in."""
-    calls = calls_of("Shared")
-    games = begun(calls, *range(5))
-    for turn in (1, 2):
-        assert [one.result.reward for one in stepped(calls, games, turn)] == [1.0] * 5
-
-
 def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
     """Such columns may hold the answer."""
     asked = [{"role": "user", "content": "hi"}]
@@ -79,20 +71,6 @@ def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
                             columns={"prompt": ["secret"], "messages": ["column"], "label": [3]})
         assert reset_arguments(batch, 0) == {"prompt": "hi", "messages": asked if chat else None,
                                              "label": 3}
-
-
-def test_awaited_calls_wait_together():
-    calls = calls_of("Meeting", timeout=20.0)
-    assert len(stepped(calls, begun(calls, *range(50)), 1)) == 50
-
-
-@pytest.mark.parametrize("given", [5, {"role": "user", "content": "a"}, ["a"],
-                                   [{"content": "a"}], iter(["a"])])
-def test_reset_returns_text_or_messages(given, monkeypatch):
-    monkeypatch.setattr(played.Words, "reset", lambda self, prompt: given)
-    with refused(RewardError, "reset of episode 3: TypeError: reset returned", "neither text nor",
-                 "env.fn"):
-        begun(calls_of("Words"), 3)
 
 
 @pytest.mark.parametrize(("name", "keys", "said"), [
@@ -150,14 +128,3 @@ def test_what_a_step_may_be(given, wanted):
 def test_what_it_may_not_be(given):
     with pytest.raises((TypeError, ValueError)):
         as_step(given)
-
-
-@pytest.mark.parametrize(("name", "keys", "said"), [
-    ("Needy", {}, "reset asks for 'secret', which nothing provides"),
-    ("Mute", {}, "has no method step"),
-    ("add", {}, "is no class"),
-    ("Words", {"kwargs": {"less": 1}}, "can't be made with env.kwargs={'less': 1}"),
-    ("Wirds", {}, "Did you mean 'Words'?")])
-def test_what_cannot_be_played_is_said_before_a_model_loads(name, keys, said):
-    with refused(RewardError, said):
-        calls_of(name, **keys)

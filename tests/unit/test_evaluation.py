@@ -1,15 +1,11 @@
 """The arithmetic of evaluations, their arguments and folders."""
 
 import itertools
-import json
 import math
 import statistics
 
 import pytest
 
-from ppocli.config.schema import EvalGenerationConfig, TrainConfig
-from ppocli.errors import CheckpointError
-from ppocli.evaluation.eval_request import EvalRequest, new_folder, read_result, refuse_existing
 from ppocli.evaluation.statistics import (
     best_of_n,
     best_of_n_kl,
@@ -17,9 +13,7 @@ from ppocli.evaluation.statistics import (
     compare,
     figures_of,
     frontier_of,
-    frontier_svg,
 )
-from ppocli.runs.target import Target
 
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
 
@@ -80,12 +74,6 @@ def test_pass_at_k_is_the_mean_over_all_subsets_and_the_majority_is_scored():
             statistics.stdev(values) / math.sqrt(3))
     # of the first prompt two answers are equally frequent, one right; the second has no answer
     assert results["figures"]["maj_at_5"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
-
-
-@pytest.mark.parametrize("scores", [[0.5, 1.0], [None, 1.0], [1.0]])
-def test_pass_at_k_needs_several_responses_that_are_right_or_wrong(scores):
-    figures = figures_of([row(one, 0) for one in scores])["figures"]
-    assert not any("_at_" in name for name in figures)
 
 
 def test_a_share_of_outcomes_that_are_all_alike_is_no_certainty():
@@ -156,48 +144,3 @@ def test_a_policy_is_compared_with_best_of_n_at_its_own_kl():
         (halfway["points"][2]["reward"] + halfway["points"][3]["reward"]) / 2)
     below = frontier([2.0], -1e-7)
     assert below["best_of_n_at_policy_kl"] == found["points"][0]["reward"], "rounding below 0"
-
-
-def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
-    base = [row(float(s), 0) for s in range(16)] + [row(float(s), 1) for s in range(5)]
-    base += [row(None, 1) for _ in range(11)]
-    found = frontier_of(base, [row(1.0, 0)], plain_sampling=True)
-    assert [point["prompts"] for point in found["points"]] == [2, 2, 2, 1, 1]
-    assert b"best-of-n of the base" in frontier_svg(found)
-
-
-def test_results_never_land_where_some_are(tmp_path):
-    default = tmp_path / "step-000004"
-    assert [new_folder(default, EvalRequest()).name for _ in range(3)] == [
-        "step-000004", "step-000004-2", "step-000004-3"]
-    assert new_folder(default, EvalRequest(overwrite=True)) == default
-    for result, kind in ((False, "an unfinished"), (True, "a finished")):
-        if result:
-            (default / "eval.json").write_text("{}")
-        with pytest.raises(CheckpointError, match=f"holds {kind} evaluation already"):
-            refuse_existing(default, EvalRequest(name="step-000004"))
-
-
-def test_a_result_that_lacks_what_readers_count_on_is_none(tmp_path):
-    # by name, so that a reader of one more finds it missing here
-    told = {name: {} for name in ("model", "figures", "stderr", "quantiles", "samples", "scored",
-                                  "against", "win_rate", "frontier", "base", "time")}
-    path = tmp_path / "eval.json"
-    path.write_text(json.dumps(told))
-    assert read_result(tmp_path) == told
-    for name in told:
-        path.write_text(json.dumps({key: value for key, value in told.items() if key != name}))
-        assert read_result(tmp_path) is None, name
-
-
-MODEL = Target("./lm", "/somewhere/lm")
-
-
-def test_a_word_for_generation_counts_at_evaluation_too():
-    assert EvalRequest(words=("generation.top_k=5",)).overrides(MODEL) == [
-        "generation.top_k=5", "generation.eval.top_k=null"]
-    both = ("generation.top_k=5", "generation.eval.top_k=6")
-    assert EvalRequest(words=both).overrides(MODEL) == list(both)
-    assert EvalRequest(words=("prompts.shuffle=false",)).overrides(MODEL) == [
-        "prompts.shuffle=false"]
-    assert TrainConfig().generation.eval == EvalGenerationConfig()

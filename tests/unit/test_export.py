@@ -4,18 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import save_lm
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
 
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError
 from ppocli.publish.card import Provenance, escaped, masked, render_card
-from ppocli.publish.model_folder import ExportPlan, verify
 from ppocli.runs.record import RunRecord
 from ppocli.runs.run_folder import RunFolder
-from ppocli.runs.target import Target
 
 
 def test_secrets_are_hidden_and_home_is_a_tilde(monkeypatch, tmp_path):
@@ -35,10 +29,8 @@ def test_secrets_are_hidden_and_home_is_a_tilde(monkeypatch, tmp_path):
     ("a|b", r"a\|b"),
     ("<script>alert(1)</script>", r"&lt;script&gt;alert\(1\)&lt;/script&gt;"),
     ("![x](http://evil.example/p.png)", r"\!\[x\]\(http\://evil.example/p.png\)"),
-    ("www.evil.example @someone", r"www\.evil.example \@someone"),
     ("`code` *b* _i_ ~s~ $m$ # h", r"\`code\` \*b\* \_i\_ \~s\~ \$m\$ \# h"),
     ("two\nlines\x1b[31m", r"two ⏎ lines?\[31m"),
-    ("it was fine, 10.5 of 10: really.", "it was fine, 10.5 of 10: really."),
     ("x" * 400, "x" * 299 + "…")])
 def test_text_shows_as_it_is(text, shown):
     assert escaped(text) == shown
@@ -80,17 +72,3 @@ def test_a_card(tmp_path):
                  "numbers:\n\n- `ppo.optimizer.lr`: 0.001 until step 1, then &lt;b&gt;\n"):
         assert line in text
     assert "| reward | /secret" not in text
-
-
-@pytest.mark.parametrize("change", [1e-3, float("nan")])
-def test_a_changed_weight_is_noticed(tmp_path, change):
-    source = save_lm(tmp_path / "source", "llama")
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.save_pretrained(tmp_path / "copy")
-    plan = ExportPlan(Target("lm", str(source)), source, tmp_path, "x", False, None, False, False)
-    assert verify(plan, tmp_path / "copy", [4, 5, 6]) <= 1e-6
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(1 + 100 * change)
-    model.save_pretrained(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match="logits are off by"):
-        verify(plan, tmp_path / "copy", [4, 5, 6])

@@ -1,6 +1,5 @@
 import pytest
 
-from ppocli.errors import ConfigError
 from ppocli.runs.faults import Fault, Point, parse
 
 
@@ -16,14 +15,6 @@ def test_rows_decide_where_a_fault_asks_for_more_than_some():
     point = Point(parse("a>2:nan"))
     assert [point("a", rows) for rows in (1, 2, 3)] == [False, False, True]
     assert not point("a")
-
-
-@pytest.mark.parametrize("text", ["save.open", "save.open:explode", "save.open@0:raise", ":raise",
-                                  "save.open@x:raise", "save open:raise"])
-def test_what_is_no_fault_is_refused(text: str):
-    with pytest.raises(ConfigError, match="is not a fault") as refused:
-        parse(text)
-    assert "PPOCLI_FAULTS" in refused.value.where
 
 
 def test_passes_are_counted_per_point():

@@ -3,7 +3,7 @@ passes over it, and a reference shares them; neither changes a number."""
 
 import pytest
 import torch
-from helpers import DECODERS, model_config, mostly_slow, save_lm
+from helpers import DECODERS, mostly_slow, save_lm
 from sessions import (
     count_letters,
     experience_of,
@@ -13,11 +13,10 @@ from sessions import (
     small_config,
     weights_of,
 )
-from transformers import AutoModelForCausalLM
 
-from ppocli.models.policy import CopyReference, share_trunk
+from ppocli.models.policy import CopyReference
 from ppocli.models.transformers_internals import cache_name
-from ppocli.models.trunk import freeze_lower_layers, layer_stack
+from ppocli.models.trunk import layer_stack
 
 pytestmark = pytest.mark.long
 
@@ -107,20 +106,6 @@ def test_in_how_many_of_three_epochs_the_frozen_layers_run(tmp_path, over, epoch
     assert bool(most) == (epochs == 1)
 
 
-def test_samples_without_a_score_take_their_states_with_them(tmp_path):
-    cfg = top_layer(tmp_path, reward__on_invalid="skip")
-
-    def some(outputs, **_):
-        return [None if i % 3 == 0 else float(len(o)) for i, o in enumerate(outputs)]
-
-    with session_of(cfg, reward=some) as session:
-        rollout = rollout_of(session)
-        experience = experience_of(session)
-        spans = experience.sequences.lengths - 1
-        assert len(experience.extras.frozen_states) == len(experience.sequences) < len(rollout)
-        assert [len(state) for state in experience.extras.frozen_states] == spans.tolist()
-
-
 # A reference that shares them ---------------------------------------------------------------------
 
 @pytest.mark.parametrize(("kind", "source"), mostly_slow(
@@ -172,17 +157,3 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
     assert torch.equal(copied.response_tokens, shared.response_tokens)
     assert copied.kl.abs().max() > 0.01
     torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
-
-
-def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():
-    lm = AutoModelForCausalLM.from_config(model_config("gpt2")).eval()
-    freeze_lower_layers(lm, 1)
-    layers = layer_stack(lm)
-    original = layers[1].forward
-    # a layer that also takes what another one left
-    left = []
-    layers[0].register_forward_hook(lambda *_: left.append(2.0))
-    layers[1].forward = lambda hidden, *a, **k: original(
-        hidden * (left.pop() if left else 1.0), *a, **k)
-    with pytest.raises(ValueError, match="entered at layer 1 gives other numbers"):
-        share_trunk(lm)

@@ -1,7 +1,6 @@
 """Decoding by transformers' own loop, for models that ours can't step, and finding out which those
 are."""
 
-import logging
 
 import pytest
 import torch
@@ -17,13 +16,13 @@ from sessions import (
 )
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import Decoding, decoding_of, response_hidden, set_decoding
-from ppocli.sampling.decoding import load_decodable, load_judged, try_decoding
+from ppocli.sampling.decoding import load_decodable, try_decoding
 from ppocli.sampling.samples import SamplingSpec, uniform
 
 pytestmark = pytest.mark.long
@@ -108,26 +107,6 @@ def test_what_is_decoded_is_what_one_pass_over_right_padded_rows_gives(kind, dec
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_the_poll_is_asked_before_every_token_and_may_stop():
-    lm = model("mamba")
-    own, calls = lm.generation_config, []
-
-    def poll():
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(lm, Decoding.LIBRARY, {"stop_ids": ()}, poll=poll)
-    assert len(calls) == 4
-    # nothing of ours is left on the model
-    assert lm.generation_config is own
-    assert not lm.get_output_embeddings()._forward_pre_hooks
-    calls.clear()
-    sample(lm, Decoding.LIBRARY, {"stop_ids": ()}, poll=lambda: calls.append(1))
-    assert len(calls) == 8 * len(set(LENGTHS))
-
-
 def test_the_models_own_generation_settings_do_not_leak_in():
     lm = model("mamba")
     wanted = sample(lm, Decoding.LIBRARY, {})
@@ -135,16 +114,6 @@ def test_the_models_own_generation_settings_do_not_leak_in():
         top_k=1, temperature=0.1, do_sample=True, repetition_penalty=9.0, max_new_tokens=2,
         suppress_tokens=[5, 6], eos_token_id=[7, 8, 9], num_beams=2, use_cache=False)
     assert_same_responses(sample(lm, Decoding.LIBRARY, {}), wanted, atol=1e-5)
-
-
-def small(name):
-    """A configuration of a kind that :func:`model_config` doesn't make."""
-    shape = {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
-             "num_attention_heads": 2, "num_key_value_heads": 1}
-    own = {"lfm2": {**shape, "layer_types": ["conv", "full_attention"]},
-           "openai-gpt": {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 2},
-           "xlnet": {"vocab_size": 37, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48}}
-    return CONFIG_MAPPING[name](**own[name])
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [
@@ -175,33 +144,11 @@ def test_a_model_whose_cache_is_wrong_reads_everything_anew():
     assert not torch.equal(sample(lm, Decoding.LIBRARY, {}).tokens, one_row.tokens)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "openai-gpt"])
-def test_hybrids_and_models_without_a_cache_are_left_to_the_library(name):
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(small(name)).eval()
-    assert try_decoding(lm, None) is Decoding.LIBRARY
-
-
 def test_a_model_that_looks_ahead_is_refused(tmp_path):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(small("xlnet")).save_pretrained(tmp_path / "xlnet")
+    config = CONFIG_MAPPING["xlnet"](vocab_size=37, d_model=32, n_layer=2, n_head=2, d_inner=48)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "xlnet")
     with pytest.raises(InputError, match="look ahead") as refused:
         load_decodable(ModelConfig(path=str(tmp_path / "xlnet")))
     assert refused.value.where == "model.path"
     assert refused.value.fix == "use a causal language model"
-
-
-def test_a_fallback_is_told_once_and_names_what_it_costs(tmp_path, caplog):
-    cfg = ModelConfig(path=str(save_lm(tmp_path / "mamba", "mamba")))
-    with caplog.at_level(logging.INFO, logger="ppocli"):
-        load_judged(cfg, HardwareConfig())
-    told = [r for r in caplog.records if "own loop can't step" in r.message]
-    assert [r.levelname for r in told] == ["INFO"]
-    assert "MambaForCausalLM" in told[0].message
-    assert "one length at a time" in told[0].message
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="ppocli"):
-        load_judged(ModelConfig(path=str(save_lm(tmp_path / "gpt2"))), HardwareConfig())
-    assert "own loop" not in caplog.text
-
-

@@ -2,26 +2,16 @@
 missed in one sentence where it isn't."""
 
 import dataclasses
-import subprocess
-import sys
 
 import peft
 import torch
-from helpers import environment, make_lm, save_lm
+from helpers import make_lm, save_lm
 from safetensors.torch import load_file, save_file
 
 from ppocli.config.schema import ModelConfig
 from ppocli.config.tasks import peft_fields
-from ppocli.distributed import onednn
 from ppocli.models.loading import load_adapters
 from ppocli.models.loading.language_model import load_lm
-
-
-def test_torch_without_its_operators_is_told(monkeypatch):
-    monkeypatch.setattr(onednn, "packed", lambda _: torch.ops.mkldnn.nowhere)
-    onednn.probe.cache_clear()
-    assert "its operator fails here" in (onednn.probe() or "")
-    onednn.probe.cache_clear()
 
 
 def test_the_table_of_peft_s_fields_is_the_installed_one_s():
@@ -47,39 +37,6 @@ def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
     load_adapters.enable_adapter(lm, False)
     assert torch.equal(lm(input_ids=ids).logits, before)
     assert {name for name, p in lm.named_parameters() if p.requires_grad} == trains
-
-
-SHARDED = """
-import os, torch
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1",
-                  LOCAL_RANK="0", DS_ACCELERATOR="cpu")
-from ppocli.distributed import deepspeed_internals as ours
-ours.silence_deprecations()
-ours.skip_compiled_kernel()
-import deepspeed
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
-                                     world_size=1)
-deepspeed.init_distributed("gloo")
-parameters = [torch.nn.Parameter(torch.arange(float(n))) for n in (3, 5)]
-ours.shard(parameters, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
-for one, count in zip(parameters, (3, 5)):
-    assert [name for name in ("ds_active_sub_modules", "partition", "partition_numel",
-                                 "convert_to_zero_parameters") if not hasattr(one, name)] == []
-    assert ours.is_sharded(one) and not ours.is_whole(one)
-    assert ours.whole_shape(one) == (count,)
-    assert ours.local_part(one)[:count].tolist() == list(map(float, range(count)))
-with deepspeed.zero.GatheredParameters(parameters), ours.marked_in_use(parameters):
-    ours.put_back(parameters)
-    assert all(map(ours.is_whole, parameters)), "in use"
-print("as expected")
-os._exit(0)
-"""
-
-
-def test_deepspeed_marks_what_it_shards_as_we_say():
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True,
-                          env=environment(), timeout=300, check=False)
-    assert "as expected" in done.stdout, done.stderr
 
 
 def test_weights_lie_where_torch_puts_them_wherever_they_lay_in_their_file(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers import save_lm
 from sessions import (
     backward,
@@ -42,27 +41,6 @@ def plan_of(session: Any, experience: Any, step: int = 0, first: int = 0) -> Pla
     return with_examples(session, plan_updates(session, experience, step), first)
 
 
-def ppo_by_hand(policy: Any, experience: Any, rows: list[int], vf_coef: float) -> torch.Tensor:
-    """The loss of the policy that has sampled: no ratio and no value is far enough to be clipped.
-    """
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for i in rows:
-        places = experience.sequences.actions[i][experience.response_mask[i]]
-        tokens = experience.sequences.tokens[i][:int(experience.sequences.lengths[i])]
-        out = policy.lm(input_ids=tokens[None], output_hidden_states=True)
-        said = torch.log_softmax(out.logits[0, places - 1] / 0.7, -1).gather(
-            1, tokens[places][:, None])[:, 0]
-        hidden = out.hidden_states[-1][0, places - 1]
-        head = policy.value_head
-        values = head.outer(torch.relu(head.inner(hidden)))[:, 0]
-        n = len(places)
-        ratio = torch.exp(said - experience.logprobs[i, :n].double())
-        total = total - (experience.advantages[i, :n].double() * ratio).sum()
-        total = total + vf_coef * 0.5 * (values - experience.returns[i, :n].double()).square().sum()
-        count += n
-    return total / count
-
-
 @pytest.mark.parametrize(("kind", "keys"), [
     ("gpt2", {}), pytest.param("t5", {}, marks=pytest.mark.slow),
     ("gpt2", {"model__value__kind": "model", "ppo__ptx__data__packing": False})])
@@ -75,24 +53,19 @@ def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, 
         exact = copy.deepcopy(session.policy).double()
         total, count = own_loss(session, session.examples, places, exact.lm)
         nll = total / count
-        loss, whole = COEF * nll, kind == "gpt2" and "model__value__kind" not in keys
-        if whole:
-            count = len(experience.sequences)
-            loss = loss + ppo_by_hand(exact, experience, [
-                int(i) for i in group.rows if i < count], session.cfg.ppo.vf_coef)
-        loss.backward()
+        (COEF * nll).backward()
         wanted = grads_of(exact)
         for size in (3, None):
             session.cfg.ppo.micro_batch_size = size
             terms = backward(PPOTask(session), plan, group)
             found = grads_of(session.policy)
-            if not whole:  # what PPO itself adds is what is there without examples
-                session.cfg.ppo.ptx.coef = 0.0
-                alone = plan_of(session, experience)
-                backward(PPOTask(session), alone, alone.groups[1])
-                own = grads_of(session.policy)
-                session.cfg.ppo.ptx.coef = COEF
-                found = {name: found[name] - own[name] for name in found if name in wanted}
+            # what PPO itself adds is what is there without examples
+            session.cfg.ppo.ptx.coef = 0.0
+            alone = plan_of(session, experience)
+            backward(PPOTask(session), alone, alone.groups[1])
+            own = grads_of(session.policy)
+            session.cfg.ppo.ptx.coef = COEF
+            found = {name: found[name] - own[name] for name in found if name in wanted}
             scale = max(float(one.abs().max()) for one in wanted.values())
             assert found.keys() == wanted.keys()
             assert max(float((found[name] - wanted[name]).abs().max())

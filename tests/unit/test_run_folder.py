@@ -11,7 +11,7 @@ from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
 from ppocli.runs import run_folder
-from ppocli.runs.run_folder import live_owner, lock, lock_beside, reserved
+from ppocli.runs.run_folder import live_owner, lock, reserved
 
 HOLD = """
 import sys, time
@@ -84,20 +84,3 @@ def test_stale_names_are_taken_over(tmp_path: Path, stale: dict | str):
         assert json.loads((tmp_path / ".lock").read_text()) == asdict(run_folder._myself())
 
 
-def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
-    target = tmp_path / "run" / "model"
-    code = HOLD.replace("import lock\n", "import lock_beside as lock\n").replace(
-        "sys.argv[1])", "sys.argv[1]), 'go away'")
-    holder = start_python(code, target, 60)
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(CheckpointError) as refused, lock_beside(target, "go away"):
-        pass
-    assert f"{target} is in use by process {holder.pid} on" in str(refused.value)
-    assert str(refused.value).endswith("or go away")
-    holder.kill()
-    holder.communicate()
-    with lock_beside(target, ""), pytest.raises(CheckpointError), lock_beside(target, ""):
-        pass  # not even by this process itself
-    with lock_beside(target.with_name("other"), ""):
-        pass
-    assert list(target.parent.iterdir()) == []

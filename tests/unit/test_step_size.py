@@ -9,8 +9,8 @@ from sessions import planned, session_of, small_config
 from ppocli.config.schema_training import PPOConfig
 from ppocli.config.tasks import steers_rate
 from ppocli.distributed.ranks import StopFlag
-from ppocli.ppo.experience import PPOState
-from ppocli.ppo.ppo_task import PPOTask, first_rate, kl_of_updates, next_rate
+from ppocli.ppo.experience import PPOState, first_rate
+from ppocli.ppo.ppo_task import PPOTask, kl_of_updates, next_rate
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 
