@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,8 @@ def rows_of(record: T, index: Any) -> T:
             rows[name] = rows_of(value, index)
         else:
             rows[name] = value.rows(index) if hasattr(value, "rows") else value
-    made: T = rows if is_mapping else type(whole)(**rows)
-    return made
+    selected: Any = rows if is_mapping else type(whole)(**rows)
+    return cast(T, selected)
 
 
 def joined(parts: Sequence[T]) -> T:
