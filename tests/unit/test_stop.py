@@ -11,7 +11,8 @@ from ppocli.distributed.stop import catch_signals
 
 LOOP = """
 import signal, sys, time
-from ppocli.distributed.stop import StopRequested, catch_signals
+from ppocli.distributed.ranks import StopRequested
+from ppocli.distributed.stop import catch_signals
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 with catch_signals() as stop:
