@@ -67,7 +67,7 @@ def test_a_damaged_run_id_is_refused(command, reference, tmp_path):
     assert "run.json is damaged" in command(f"resume={folder}", "--trust", code=5).err
 
 
-CHANGES = {"gamma: 1.0": "gamma: 0.9", "cliprange: 0.2\n": "cliprange: 0.3\n"}
+CHANGES = {"vf_coef: 0.1": "vf_coef: 0.3", "cliprange: 0.2\n": "cliprange: 0.3\n"}
 
 
 def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, reference, tmp_path):
@@ -80,7 +80,7 @@ def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, refere
     there = tree(folder)
     ended = command(f"resume={folder}", code=5)
     assert "config.yaml is not what the run was last started with" in ended.err
-    assert "  ppo.gamma: 1.0 -> 0.9\n" in ended.err
+    assert "  ppo.vf_coef: 0.1 -> 0.3\n" in ended.err
     assert "  ppo.cliprange: 0.2 -> 0.3\n" in ended.err
     assert "--accept-changes" in ended.err
     assert tree(folder) == there
@@ -88,7 +88,7 @@ def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, refere
                     code=0)  # what was changed by hand is not signed
     assert "changed on resume: ppo.cliprange: 0.2 -> 0.3" in ended.err
     assert {change["key"] for change in read_changes(folder)} == {
-        "ppo.num_steps", "ppo.gamma", "ppo.cliprange"}
+        "ppo.num_steps", "ppo.vf_coef", "ppo.cliprange"}
 
 
 def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_path):
