@@ -24,7 +24,6 @@ import typer
 from ppocli.builtin.names import recipe_files
 from ppocli.cli.options import AsJson, Command, flag, group
 from ppocli.cli.output import complain, print_json, print_table, say
-from ppocli.config.secrets import safe_text
 from ppocli.config.text import did_you_mean, format_bytes, pasted
 from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, PpocliError
@@ -257,6 +256,8 @@ def deepspeed(_folder: Path) -> Check:
 
 def hub(_folder: Path) -> Check:
     """The Hub answers within two seconds, or downloads are forbidden."""
+    from ppocli.config.secrets import safe_text
+
     if (name := offline_variable()) is not None:
         return Check("ok", f"{name}={os.environ[name]}: nothing is downloaded")
     address = safe_text(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")

@@ -277,11 +277,18 @@ def task_type(folder: str | Path, config: Any) -> str:
 
     Args:
         config: of the model, or of the adapter's base.
+
+    Raises:
+        InputError: an adapter for something else.
     """
     adapter = atomic.read_json(Path(folder) / ADAPTER_CONFIG) or {} if is_adapter(folder) else {}
     kinds = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
     if (kind := adapter.get("task_type")) in kinds:
         return str(kind)
+    if kind is not None:
+        raise InputError(f"The adapter in {folder} is for {kind}; those for {', '.join(kinds)} can "
+                         "be merged and checked.", where=str(Path(folder) / ADAPTER_CONFIG),
+                         fix="merge it with PEFT itself: merge_and_unload()")
     names = " ".join(config.architectures or [])
     return ("SEQ_CLS" if "ForSequenceClassification" in names else
             "TOKEN_CLS" if "ForTokenClassification" in names else
