@@ -22,13 +22,12 @@ if TYPE_CHECKING:
         train,
         train_reward_model,
     )
-    from ppocli.evaluation.player import Batch
     from ppocli.runs.episode import Step
-    from ppocli.trainer import PPOTrainer
+    from ppocli.trainer import Batch, PPOTrainer
 
 __all__ = ["Batch", "EvalResult", "PPOTrainer", "Step", "TrainedRun", "__version__", "evaluate",
            "load_run", "sft", "train", "train_reward_model"]
-_HOMES = {"Batch": "evaluation.player", "PPOTrainer": "trainer", "Step": "runs.episode"}
+_HOMES = {"Batch": "trainer", "PPOTrainer": "trainer", "Step": "runs.episode"}
 """modules of what doesn't lie in ``api``"""
 
 

@@ -7,20 +7,54 @@ calls them when, and where scores come from, is up to the loop.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ppocli.distributed.torch_settings import default_modes
 from ppocli.errors import ConfigError, DivergedError, RewardError
-from ppocli.evaluation.player import Batch, called
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
     from ppocli.ppo.rollout import Chunk
     from ppocli.ppo.session import Session
     from ppocli.training.task import StepContext
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples of the policy, for ``PPOTrainer.step``."""
+
+    prompts: list[str]
+    """as a reward sees them"""
+    responses: list[str]
+    """without special tokens, trimmed at a stop sequence"""
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    """through the token that ended the response"""
+    logprobs: list[list[float]]
+    """of each response token under the policy"""
+    values: list[list[float]]
+    """of the state before each response token; zeros where the decoding pass computes none"""
+    finished: list[bool]
+    """whether a stop token or stop sequence ended the response"""
+    columns: dict[str, list[Any]]
+    """what came with the prompts beside their text"""
+    chunks: "tuple[Chunk, ...]"
+    """the same as tensors, for ``step``"""
+    made_at: int
+    """steps that the policy had made"""
+    temperature: float
+    """that the responses were sampled with"""
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ConfigError("This is a batch, no list of responses.", where="PPOTrainer.generate",
+                          fix="batch.responses or batch.response_ids; or, for tensors as TRL's, "
+                          "generate(queries, return_prompt=False)")
 
 
 class PPOTrainer:
@@ -140,6 +174,7 @@ class PPOTrainer:
         Returns:
             a :class:`Batch`; or tensors of token ids.
         """
+        from ppocli.evaluation.player import called
         from ppocli.ppo import caller_samples
         from ppocli.ppo.policy_samples import generate_chunks, share_of_prompts
         from ppocli.sampling.samples import Samples

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,9 +34,6 @@ from ppocli.sampling.prompting import (
 )
 from ppocli.sampling.samples import SAMPLING_KEYS
 from ppocli.training.build_models import ENGINES, sampling_specs
-
-if TYPE_CHECKING:
-    from ppocli.ppo.rollout import Chunk
 
 log = logging.getLogger("ppocli")
 
@@ -255,41 +252,6 @@ def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: S
 
 
 # In a loop of the user's own ----------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Batch:
-    """B samples of the policy, for ``PPOTrainer.step``."""
-
-    prompts: list[str]
-    """as a reward sees them"""
-    responses: list[str]
-    """without special tokens, trimmed at a stop sequence"""
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-    """through the token that ended the response"""
-    logprobs: list[list[float]]
-    """of each response token under the policy"""
-    values: list[list[float]]
-    """of the state before each response token; zeros where the decoding pass computes none"""
-    finished: list[bool]
-    """whether a stop token or stop sequence ended the response"""
-    columns: dict[str, list[Any]]
-    """what came with the prompts beside their text"""
-    chunks: "tuple[Chunk, ...]"
-    """the same as tensors, for ``step``"""
-    made_at: int
-    """steps that the policy had made"""
-    temperature: float
-    """that the responses were sampled with"""
-
-    def __len__(self) -> int:
-        return len(self.responses)
-
-    def __getitem__(self, index: Any) -> Any:
-        raise ConfigError("This is a batch, no list of responses.", where="PPOTrainer.generate",
-                          fix="batch.responses or batch.response_ids; or, for tensors as TRL's, "
-                          "generate(queries, return_prompt=False)")
-
 
 def called(cfg: schema.TrainConfig, arguments: Mapping[str, Any]
            ) -> tuple[schema.GenerationConfig, list[int] | None]:

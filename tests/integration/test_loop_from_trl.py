@@ -58,7 +58,8 @@ def test_a_loop_of_trl_runs_as_it_stands(shared_world, tokenizer, tmp_path):
 
 MASKED = ["ppo.ppo_epochs=1", "ppo.num_steps=2", "ppo.num_rollouts=3", "ppo.mini_batch_size=3",
           "ppo.micro_batch_size=2", "ppo.optimizer.name=sgd", "ppo.optimizer.lr=0.3",
-          "ppo.gamma=0.9", "ppo.lam=0.8", "ppo.init_kl_coef=0.3", "ppo.kl_in=reward", "ppo.step_kl=null",
+          "ppo.gamma=0.9", "ppo.lam=0.8", "ppo.init_kl_coef=0.3", "ppo.kl_in=reward",
+          "ppo.step_kl=null",
           "ppo.vf_coef=0.5", "ppo.max_grad_norm=null", "run_name=masked"]
 QUERIES = [[4, 9], [12], [7, 8, 9]]
 RESPONSES = [[4, 9, 6, 11, 5, 1], [12, 5, 20], [30, 4, 5, 6]]
