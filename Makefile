@@ -44,13 +44,13 @@ setup: $(VENV)/.installed ## install into .venv
 
 setup-dev: $(VENV)/.installed-dev ## install into .venv, with what tests and lint need
 
-test-fast: $(VENV)/.installed-dev ## run the quick unit tests and one small run (a minute and a half)
+test-fast: $(VENV)/.installed-dev ## run the quick unit tests and one small run (a minute)
 	@$(TESTS) -m "not long and not slow and not gpu" $(FAST) $(PYTEST_WORDS)
 
 # the small run goes through the command, and what it has written is looked at
 FAST := tests/unit tests/integration/test_run_command.py
 
-test: $(VENV)/.installed-dev ## run the tests, without the slow ones (a quarter of an hour on two cores)
+test: $(VENV)/.installed-dev ## run the tests, without the slow ones (six minutes on two cores)
 	@$(TESTS) -m "not slow and not gpu and not browser" $(PYTEST_WORDS)
 
 test-all: $(VENV)/.installed-docs ## run all tests, those for a GPU where there is one

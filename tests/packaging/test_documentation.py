@@ -38,8 +38,8 @@ PORTING, TEN_LINES = "docs/port-a-script.md", "docs/from-verl-trl-openrlhf.md"
 """pages with commands that need the Hub"""
 FOREIGN = {"docs/coming-from-trlx-and-trl.md", "docs/names-of-verl-and-openrlhf.md", TEN_LINES}
 """pages that name keys of other libraries too; a test of its own holds that ours exist"""
-WITHOUT_COMMANDS = {"docs/index.md", "docs/metrics.md", "docs/security.md", "docs/glossary.md",
-                    "docs/commands.md", "docs/learn/one-file.md",
+WITHOUT_COMMANDS = {"docs/gpu.md", "docs/index.md", "docs/metrics.md", "docs/security.md",
+                    "docs/glossary.md", "docs/commands.md", "docs/learn/one-file.md",
                     "docs/names-of-verl-and-openrlhf.md"}
 NEEDS_A_TERMINAL = {"chat"}
 """commands that can't be typed into a test"""
