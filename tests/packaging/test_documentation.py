@@ -1,9 +1,8 @@
 """What the README and docs/ tell a user to type works, and what they claim about names is true.
 
 Fenced blocks marked ``console`` hold commands behind ``$ ``. A block that follows a line such as
-"Save as `name`:" is the content of that file. The quick tests run every ``ppocli`` and ``python``
-command of a page in its order, forked with the libraries loaded, with a small training put behind
-the words of each run, and leave sweeps out; the slow ones run everything as it is printed.
+"Save as `name`:" is the content of that file. `make test-all` runs every
+command of a page as it is printed, in its order.
 """
 
 import importlib.util
