@@ -149,3 +149,23 @@ def test_what_a_script_has_set_torch_to_is_not_the_run_s(shared_world, trained, 
     mine, theirs = (jsonl(each.run_dir / "metrics.jsonl")[2] for each in (run, trained))
     for name in ("objective/kl", "loss/policy_avg", "loss/value_avg"):
         assert mine[name] == theirs[name]
+
+
+def test_weights_rounded_within_a_script_s_autocast_are_those_of_now(shared_world, tmp_path):
+    """Torch keeps rounded weights until the outermost context ends, which is the script's."""
+    import torch
+
+    def train(name):
+        return ppocli.train(
+            [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path}",
+             f"run_name={name}", "ppo.num_steps=2", "hardware.precision=bf16"], reward_fn=reward,
+            prompts=PROMPTS, eval_prompts=EVAL_PROMPTS)
+
+    apart = train("apart")
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16):
+        within = train("within")
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 3
+        torch.autocast_decrement_nesting()
+    assert [row["loss/value_avg"] for row in jsonl(within.run_dir / "metrics.jsonl")[1:]] == [
+        row["loss/value_avg"] for row in jsonl(apart.run_dir / "metrics.jsonl")[1:]]
