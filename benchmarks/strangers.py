@@ -22,6 +22,7 @@ from commands import PPOCLI, environment, run
 from frontier import best_of, unfinished
 from machine import provenance
 from tables import table
+from world_models import load_truth
 
 DEFAULT_RATE = "none"
 """in place of a learning rate: none is typed"""
@@ -48,7 +49,7 @@ def outcome(run: Path, world: Path) -> Outcome:
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["eval_before"], summary["eval_after"]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    truth, last = worlds.load_truth(world), max(one["step"] for one in samples)
+    truth, last = load_truth(world), max(one["step"] for one in samples)
     judged = tuple(math.nan if truth is None else truth.mean(
         [one["prompt"] + one["response"] for one in samples if one["step"] == step])
         for step in (0, last))

@@ -272,8 +272,6 @@ def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
         return RankOutcome(rank, leaving.code if isinstance(leaving.code, int)
                            else int(leaving.code is not None))
     except Exception as error:
-        from ppocli.distributed.ranks import is_lost_neighbour
-
         return RankOutcome(rank, 1, f"{type(error).__name__}: {error}", traceback.format_exc(),
                            lost=is_lost_neighbour(error))
     return RankOutcome(rank, 0)

@@ -92,7 +92,7 @@ class SequenceReward:
         """
         encoded = self.reader.read(samples, prompts, responses, chats)
         ids = encoded["input_ids"]
-        order = torch.tensor(list(map(len, ids))).argsort(stable=True).tolist()
+        order = sorted(range(len(ids)), key=list(map(len, ids)).__getitem__)
         logits = torch.empty(len(ids), len(self.labels), dtype=torch.float32)
         for start in range(0, len(order), self.batch_size):
             rows = order[start:start + self.batch_size]

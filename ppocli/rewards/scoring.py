@@ -111,7 +111,7 @@ class Reward(Judge):
         if not request.responses:
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
         answers: list[list[Score]] = []
-        logs = list[dict[str, dict[str, Any]]](map(dict, [()] * len(request.responses)))
+        logs: list[dict[str, dict[str, Any]]] = [{} for _ in request.responses]
         loggable = dict[str, list[float | None]]()
         for part in self.parts:
             logged = replace(request, logs=RewardLogs())  # each function logs by itself

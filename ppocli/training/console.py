@@ -7,7 +7,6 @@ lines, and a closing table.
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +27,6 @@ log = logging.getLogger("ppocli")
 
 _NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
 """prefixes of figures that are not a task's own"""
-_OF_EVALUATION = re.compile("eval/")
 _PLAIN_WIDTH = 110
 """columns without a terminal"""
 
@@ -217,7 +215,7 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
         named = _named(row, sorted(names, key=lambda name: name != "loss/total"))
         lines.append(f"step {row['step']}/{total}  {named}  {spent} "
                      f"({shown('tokens_per_second/optimize', 0)} tokens/s)")
-    evaluated = list(filter(_OF_EVALUATION.match, row))
+    evaluated = [name for name in row if name.startswith("eval/")]
     if "eval/reward_mean" in row:
         metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {shown(name, 3)}"
                           for name in evaluated if name.startswith("eval/metrics/"))
