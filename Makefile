@@ -141,8 +141,8 @@ bench-peers: $(VENV)/.installed bench-peers-setup ## time ppocli, TRL and trlX i
 	@$(BIN)/python benchmarks/speed.py peers --threads 2 $(BENCH)
 	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
 
-bench-gpu: check-gpu $(VENV)/.installed bench-peers-setup ## the same on a GPU: GPT-2 and a Llama of 1.1B in bf16
-	@$(BIN)/python benchmarks/speed.py peers --workload gpt2-gpu llama-1b-gpu --threads 8 $(BENCH)
+bench-gpu: check-gpu $(VENV)/.installed bench-peers-setup ## the same on a GPU in bf16: GPT-2, a Llama of 1.1B, and ppocli alone shaped like GSM8K
+	@$(BIN)/python benchmarks/speed.py peers --workload gpt2-gpu llama-1b-gpu gsm8k-gpu --threads 8 $(BENCH)
 	@$(BIN)/python benchmarks/speed.py floor --workload gpt2-gpu --threads 8
 	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
 
