@@ -1,4 +1,4 @@
-# Needs Python 3.11 or 3.12 and make; everything else is installed into .venv.
+# Needs Python 3.11 to 3.13 and make; everything else is installed into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -219,9 +219,9 @@ touch $(VENV)/.unfinished
 endef
 
 define check_python
-if ! $(PYTHON) -c "import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" \
+if ! $(PYTHON) -c "import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))" \
 2>/dev/null; then \
-echo "ppocli needs Python 3.11 or 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+echo "ppocli needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 "name another: make PYTHON=python3.12 ..." >&2; exit 1; fi && \
 if ! $(PYTHON) -c "import venv, ensurepip" 2>/dev/null; then \
 echo "$(PYTHON) cannot make virtual environments;" \
