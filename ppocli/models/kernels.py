@@ -80,7 +80,8 @@ def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if (dtype.itemsize != 2 or depth % 8 or depth > 256
             or value.shape[-1] != depth or (varlen := _varlen(query.device.index)) is None):
         return None
-    heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+    # not by an index, whose gradient would be copied into zeros
+    heads = (one.squeeze(0).transpose(0, 1).to(dtype) for one in (query, key, value))
     longest = max(packing.width, layout.MULTIPLE)
     out: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
                                scale=scaling, window_size=(-1, 0))
