@@ -162,11 +162,11 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
 
 
 def use_kernels(lm: Any) -> None:
-    """Make a model that has just been loaded take this project's attention, and activations in one
-    pass where it would make them out of several."""
+    """Make a model that has just been loaded take this project's attention, and activations and
+    norms in one pass where it would make them out of several."""
     if not trunk.has_encoder(lm):
         transformers_internals.replace_sdpa(lm, NAME, attention)
-    transformers_internals.fuse_activations(lm)
+    transformers_internals.fuse_layers(lm)
 
 
 @torch.no_grad()
