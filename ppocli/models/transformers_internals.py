@@ -29,8 +29,9 @@ def fuse_layers(lm: torch.nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) in (NewGELUActivation, FastGELUActivation):
                 setattr(module, name, torch.nn.GELU(approximate="tanh"))
-        if type(module).__name__.endswith("RMSNorm"):
-            module.__class__ = _fused_norm(type(module))
+        kind: Any = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            module.__class__ = _fused_norm(kind)
 
 
 class _FusedNorm(torch.nn.Module):
