@@ -31,7 +31,7 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
             (:func:`ppocli.config.keys.row_paths`), the import path of code of the user's own,
             or its arguments.
         on_resume: what a change means to a run that goes on
-            (:func:`ppocli.config.config_yaml.classify_change`), unless its section says it.
+            (:func:`ppocli.config.resume_policy.classify_change`), unless its section says it.
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "lt": lt, "each": each,
                 "import_path": import_path, "holds": holds, "on_resume": on_resume}
