@@ -139,7 +139,10 @@ class ImportanceConfig:
 class ExamplesConfig:
     path: Any = key(None, each=str, holds="rows")
     """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
-    folder, also one saved by `datasets`, or a Hub data set; its columns say what it holds"""
+    folder, also one saved by `datasets`, a Hub data set, or a task: reasoning_gym:NAME; its columns
+    say what it holds"""
+    kwargs: dict[str, Any] = key({}, holds="arguments")
+    """arguments of the task: size, seed (default 0), and those of its difficulty"""
     name: Optional[str] = key(None)
     """configuration of a data set on the Hub, or of a folder"""
     split: str = key("train")

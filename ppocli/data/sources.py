@@ -175,7 +175,8 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
         return chain.from_iterable(open_rows(replace(spec, path=path), notes) for path in paths)
     if spec.path.startswith(gym_tasks.PREFIX):
         return gym_tasks.gym_rows(spec.path.removeprefix(gym_tasks.PREFIX), spec.kwargs,
-                                  spec.column, spec.path_key)
+                                  spec.column if spec.noun == "prompt" else "prompt",
+                                  spec.path_key)
     if "://" in spec.path:
         raise InputError(f"{spec.path} is an address, and nothing is downloaded from there.",
                          where=spec.where, fix=f"download it: {spec.path_key}=FILE; or name the "
