@@ -371,8 +371,8 @@ def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] =
         "finished_share": step_metrics.mean([float(s["finished"]) for s in samples]),
         **{f"distinct_{n}": distinct(texts, n) for n in grams}}
     if samples and SOURCE in samples[0]:
-        values |= step_metrics.means_by_source("reward_mean", [s[SOURCE] for s in samples],
-                                               [s["score"] for s in samples])
+        values |= step_metrics.means_of([{"by": {s[SOURCE]: s["score"]}} for s in samples], "by",
+                                        "reward_mean")
     values |= step_metrics.means_of(samples, "logged")
     if samples and "turns" in samples[0]:
         values["turns_mean"] = step_metrics.mean([float(len(s["turns"])) for s in samples])

@@ -117,8 +117,9 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     if extras.episodes:
         figures |= episode_figures(extras.episodes)
     if cfg.prompts.mix:
-        figures |= means_by_source("reward/mean", rollout.prompts.columns[schema.SOURCE],
-                                   rollout.shown_scores)
+        figures |= means_of([{"by": {source: score}} for source, score in zip(
+            rollout.prompts.columns[schema.SOURCE], rollout.shown_scores, strict=True)],
+            "by", "reward/mean")
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
@@ -179,14 +180,6 @@ def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = 
             if value is not None:
                 column.append(value)
     return dict(zip(columns, map(mean, columns.values()), strict=True))
-
-
-def means_by_source(figure: str, sources: Sequence[str], scores: Sequence[float | None]
-                    ) -> dict[str, float]:
-    """``figure/SOURCE``: the mean score of each source's samples, over those that have one."""
-    return {f"{figure}/{source}": mean([score for name, score in zip(sources, scores, strict=True)
-                                        if name == source and score is not None])
-            for source in sorted(set(sources))}
 
 
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
