@@ -50,6 +50,7 @@ def print_estimate(
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = composed(overrides or [])
+    from ppocli.distributed.host_memory import on_cuda
     from ppocli.models.memory import estimate, models_of, read_config
     from ppocli.models.memory_check import advice, compared
     from ppocli.runs.model_files import quiet_transformers
@@ -57,12 +58,7 @@ def print_estimate(
     quiet_transformers()
     config = read_config(cfg.model, "model.path")
     tokens, new, source = _longest(cfg, config, prompt_tokens)
-    hardware = cfg.hardware
-    cuda = hardware.device == "cuda"
-    if hardware.device == "auto":  # as on this machine
-        import torch
-
-        cuda = torch.cuda.is_available()
+    hardware, cuda = cfg.hardware, on_cuda(cfg.hardware)
     ranks = hardware.num_processes * hardware.num_nodes
     needed = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
                       ranks=ranks, ranks_on_host=hardware.num_processes)

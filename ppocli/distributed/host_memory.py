@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from ppocli.config.schema import HardwareConfig
+
 ASSUMED_DEVICE = "the given"
 """name of a device whose memory the user typed"""
 
@@ -29,6 +31,13 @@ class Room:
     host: int | None
     name: str
     """what the device is called"""
+
+
+def on_cuda(hardware: HardwareConfig) -> bool:
+    """Whether a run with these settings computes on a GPU here."""
+    import torch
+
+    return hardware.device == "cuda" or (hardware.device == "auto" and torch.cuda.is_available())
 
 
 def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:

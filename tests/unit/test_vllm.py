@@ -3,6 +3,7 @@ is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,20 +12,23 @@ from helpers import checked, model_config, refused, save_lm
 from safetensors.torch import save_file
 from sessions import refused_session, rollout_of, session_of, small_config
 from vllm_double import (
+    LORA,
     answering,
     assert_same,
     config,
     disturb,
     drawn,
     engine_of,
+    move_adapter,
     one_server,
     ours,
     serving,
 )
 
 from ppocli.errors import ConfigError, SamplerError
-from ppocli.models.loading.model_config import ModelFacts
-from ppocli.sampling.vllm.server_process import server_command
+from ppocli.models.loading.load_adapters import adapter_tensors, write_adapter
+from ppocli.models.loading.model_config import ModelFacts, read_lm
+from ppocli.sampling.vllm.server_process import server_command, shell_line, why_merged
 
 GENERATE = "/inference/v1/generate"
 
@@ -59,6 +63,67 @@ def test_stop_rules_and_limits_are_ours_and_lora_is_merged_into_what_is_sent(tmp
                      {"stop_sequences": ("good", "film")}):
             assert_same(drawn(session, do_sample=False, **spec),
                         ours(session, do_sample=False, **spec))
+
+
+def test_an_adapter_is_sent_by_itself_under_a_new_name_each_time(tmp_path):
+    """One that goes on is the server's from the start; a folder that it can't see changes
+    nothing."""
+    save_lm(tmp_path / "lm", "llama", tie_word_embeddings=True)
+    engine = engine_of(tmp_path, model__peft=LORA)
+    assert engine.name.endswith("-lora8")
+    with one_server(tmp_path, engine=engine, model__peft=LORA) as (session, _):
+        for _ in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            move_adapter(session)
+        assert engine.asked["/collective_rpc"] == 0
+        assert len(engine.adapters) == 1
+        assert set(engine.adapters) == {engine.version}
+        assert engine.asked["/v1/unload_lora_adapter"] == 2
+        sent = [body["lora_path"] for body in engine.bodies if "lora_path" in body]
+        assert [Path(path).is_dir() for path in sent] == [False, False, True]
+        (tmp_path / "adapter").mkdir()
+        write_adapter(session.loaded.adapter, adapter_tensors(session.loaded.adapter),
+                      tmp_path / "adapter")
+    further = {"model__path": str(tmp_path / "adapter"), "model__peft": {"type": "lora"}}
+    with one_server(tmp_path, engine=engine, **further) as (session, _):
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+        session.sampler._weights.write(lambda folder: None, "x")
+        with refused(SamplerError, "can't read the weights", "rollout.weights_dir"):
+            session.sampler._weights.load_adapter(session.sampler.servers[0])
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+def test_a_server_that_answers_without_the_adapter_is_found_out(tmp_path):
+    save_lm(tmp_path / "lm", "llama")
+    engine = engine_of(tmp_path, model__peft=LORA)
+
+    def spoil(path, number, body):
+        body.pop("model", None)
+
+    with one_server(tmp_path, spoil, engine, model__peft=LORA) as (session, _), refused(
+            SamplerError, "can't have sampled"):
+        drawn(session)
+
+
+@pytest.mark.parametrize(("kind", "peft", "keys", "reason"), [
+    ("gpt2", {}, {}, "GPT2LMHeadModel takes no LoRA"),
+    ("llama", {"use_dora": True}, {}, "model.peft.use_dora"),
+    ("llama", {"modules_to_save": ["model.norm"]}, {}, "model.peft.modules_to_save"),
+    ("llama", {"bias": "all"}, {}, "model.peft.bias"),
+    ("llama", {"rank_pattern": {"q_proj": 600}}, {}, "ranks up to 512"),
+    ("llama", {"target_modules": ["embed_tokens"]}, {}, "q_proj"),
+    ("llama", {}, {"hardware__device": "cuda"}, "precision=bf16"),
+    ("qwen2", {"target_modules": ["self_attn.q_proj", "up_proj"], "use_rslora": True},
+     {"hardware__device": "cuda", "hardware__precision": "bf16"}, None)])
+def test_what_servers_take_as_an_adapter(kind, peft, keys, reason, tmp_path):
+    save_lm(tmp_path / "lm", kind)
+    cfg = small_config(tmp_path, model__peft={**LORA, **peft}, **keys)
+    facts = read_lm(cfg.model)
+    assert (reason or "nothing") in (why_merged(cfg, facts.config) or "nothing")
+    words = server_command(cfg, facts, "python", "http://h")
+    assert ("--hf-overrides" in words) == (reason is not None)
+    assert ("--max-lora-rank 8" in shell_line(words)) == (reason is None)
+    assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in shell_line(words)) == (reason is None)
 
 
 def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
 from runs import free_port, run, spawn, wait_for, words
 from sessions import rollout_of, session_of, small_config
-from vllm_double import assert_same, disturb, drawn, ours
+from vllm_double import LORA, assert_same, disturb, drawn, move_adapter, ours
 
 from ppocli.errors import SamplerError
 from ppocli.sampling.vllm.server import WeightsFolder
@@ -102,6 +102,29 @@ def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tmp_
             assert found.finished.tolist() == wanted.finished.tolist(), spec
         gap = rollout_of(session).gap
         assert 0 < float(gap.abs().max()) < 1e-4
+
+
+def test_an_adapter_is_sent_by_itself(tmp_path):
+    make_world(tmp_path, "llama", tie_word_embeddings=True)
+    words = [f"model.peft.{name}={value}" for name, value in LORA.items()]
+    with server(tmp_path, *words) as (url, _), session_of(
+            config(tmp_path, url, model__peft=LORA)) as session:
+        for version in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            assert session.sampler.version.endswith(f"-{version + 1}")
+            assert adapters_at(url) == [session.sampler.version]
+            move_adapter(session)
+        gap = rollout_of(session).gap
+        assert 0 < float(gap.abs().max()) < 1e-4
+        session.sampler._weights.write(lambda folder: None, "x")
+        with refused(SamplerError, "can't read the weights"):
+            session.sampler._weights.load_adapter(session.sampler.servers[0])
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+def adapters_at(url: str) -> list[str]:
+    models = httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    return [model["id"] for model in models if model["parent"]]
 
 
 def test_each_worker_of_a_server_takes_its_part_of_the_weights(tmp_path):

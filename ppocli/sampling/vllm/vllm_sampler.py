@@ -19,7 +19,7 @@ from ppocli.errors import SamplerError
 from ppocli.models.head import vocabulary_of
 from ppocli.models.layout import padded
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.loading.load_adapters import tensors_digest
+from ppocli.models.loading.load_adapters import adapter_tensors, tensors_digest, write_adapter
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
 from ppocli.runs.daemon import in_daemon
@@ -62,7 +62,16 @@ class VllmSampler(DecodeSampler):
         cfg, ranks = setup.cfg, setup.backend.ranks
         server_process.refuse_encoders(setup.loaded.lm)
         self.logprobs_match = False
-        self.name = server_process.served_name(cfg, setup.loaded.export_config)
+        config = setup.loaded.export_config
+        self.name = server_process.served_name(cfg, config)
+        self._adapter = None if server_process.lora_rank(cfg, config) is None else \
+            setup.loaded.adapter
+        """the adapter, if servers get that by itself"""
+        if self._adapter is not None:
+            log.info("vLLM servers get the adapter by itself")
+        elif setup.loaded.adapter is not None:
+            log.info("vLLM servers get the adapter merged into its base: %s",
+                     server_process.why_merged(cfg, config))
         self._vocabulary = vocabulary_of(setup.loaded.lm)
         self.servers = [Server(url, cfg.rollout, self._vocabulary) for url in cfg.rollout.urls]
         self.version = ""
@@ -97,17 +106,23 @@ class VllmSampler(DecodeSampler):
     def _changed(self, lm: Any) -> bool:
         """Whether the policy has other weights than the last ones that were sent; they are held
         for servers in any case."""
-        cfg = self.setup.cfg
-        tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
+        cfg, adapter = self.setup.cfg, self._adapter
+        tensors = adapter_tensors(adapter) if adapter is not None else tensors_of(
+            lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
         changed = (digest := tensors_digest(tensors)) != self._digest
         self._digest, self._sent = digest, self._sent + changed
         self._weights = self._weights or WeightsFolder(cfg.rollout.weights_dir)
-        self._weights.write(lm, tensors, self._newest)
+        self._weights.write(partial(lm.save_pretrained, state_dict=tensors) if adapter is None else
+                            partial(write_adapter, adapter, tensors), self._newest)
         return changed
 
     @property
     def _newest(self) -> str:
         return f"{self._run}-{self._sent}"
+
+    def _model(self, version: str) -> str | None:
+        """The adapter that requests name."""
+        return None if self._adapter is None else version
 
     def _update(self, lm: Any) -> str:
         """The version that servers have from now on.
@@ -127,8 +142,10 @@ class VllmSampler(DecodeSampler):
 
     def _give(self, server: Server, weights: WeightsFolder) -> None:
         server.check(self.name, 0)
-        weights.check_readable(server)
-        server.load(partial(weights.load, server), self._newest)
+        if self._adapter is None:
+            weights.check_readable(server)
+        send = weights.load if self._adapter is None else weights.load_adapter
+        server.load(partial(send, server), self._newest)
 
     @torch.no_grad()
     def _probe(self, server: Server, lm: Any) -> None:
@@ -140,7 +157,8 @@ class VllmSampler(DecodeSampler):
         room = max_positions(lm) or 2**31
         ids = [(17 * i + 5) % self._vocabulary.size for i in range(min(PROBE, room // 2))]
         answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
-                                       "max_tokens": min(PROBED, room - len(ids))})
+                                       "max_tokens": min(PROBED, room - len(ids))},
+                                 self._model(self._newest))
         with self.setup.backend.autocast():
             tokens = torch.tensor([ids + answer.ids[:-1]], device=self.setup.backend.device)
             logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
@@ -231,7 +249,7 @@ class VllmSampler(DecodeSampler):
         version = self.version
 
         def ask(server: Server, row: int) -> Answer:
-            answer = server.generate(contexts[row], params[row])
+            answer = server.generate(contexts[row], params[row], self._model(version))
             if set(answer.versions) != {version}:
                 raise SamplerError(
                     f"{server.url} has sampled with weights {' and '.join(answer.versions)} instead"
