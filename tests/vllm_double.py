@@ -261,7 +261,8 @@ LORA = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 def move_adapter(session: Session) -> None:
     with torch.no_grad():
         for parameter in session.loaded.adapter.model.parameters():
-            parameter.add_(0.3 * parameter.requires_grad * torch.randn_like(parameter))
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def assert_same(found: Samples, wanted: Samples) -> None:

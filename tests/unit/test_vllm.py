@@ -126,6 +126,32 @@ def test_what_servers_take_as_an_adapter(kind, peft, keys, reason, tmp_path):
     assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in shell_line(words)) == (reason is None)
 
 
+def test_a_quantized_policy_is_sampled_from_its_base_as_it_was(tmp_path):
+    """Weights of 16 steps, in place of bitsandbytes', which needs a GPU: the gap is corrected for,
+    and too large for a policy that isn't quantized."""
+    save_lm(tmp_path / "lm", "llama", gain=2.0)
+    with one_server(tmp_path, engine=engine_of(tmp_path, model__peft=LORA), model__peft=LORA,
+                    ppo__importance__level="token") as (session, _):
+        with torch.no_grad():
+            for name, weight in session.policy.lm.named_parameters():
+                if "base_layer" in name:
+                    step = weight.abs().amax(1, keepdim=True) / 8
+                    weight.copy_((weight / step).round() * step)
+        with refused(SamplerError, "says other tokens"):
+            drawn(session)
+        session.cfg.model.quantization = "4bit"
+        rollout = rollout_of(session)
+        assert float(rollout.gap.abs().mean()) > 0.01
+    save_lm(tmp_path / "gpt2")
+    cfg = small_config(tmp_path, model__path=str(tmp_path / "gpt2"), model__peft=LORA,
+                       model__quantization="4bit")
+    with refused(ConfigError, "GPT2LMHeadModel takes no LoRA", "rollout.engine=decode"):
+        server_command(cfg, read_lm(cfg.model), "python", "http://h")
+    with refused(ConfigError, "ppo.importance.level, model.quantization"):
+        checked("+recipe=quickstart", "rollout.engine=vllm", "rollout.urls=[http://h]",
+                "model.peft.type=lora", "model.quantization=4bit", "ppo.importance.level=none")
+
+
 def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path, monkeypatch):
     """A seed for each row repeats it, only changed weights are sent, and with them the token that
     is kept nowhere."""

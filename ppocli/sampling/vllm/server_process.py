@@ -121,15 +121,23 @@ def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
     return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
 
 
-def refuse_encoders(lm: Any) -> None:
-    """Refuse a model, or what is known of it, that vLLM doesn't serve.
+def check_servable(cfg: schema.TrainConfig, lm: Any) -> None:
+    """Refuse a model that servers can't have.
+
+    Args:
+        lm: the model, or what is known of it.
 
     Raises:
-        ConfigError: it has an encoder.
+        ConfigError: it has an encoder; or its base is quantized, and its adapter can't go by itself.
     """
     if has_encoder(lm):
         raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
                           fix="set rollout.engine=decode")
+    if cfg.model.quantization and (why := why_merged(cfg, lm.config)) is not None:
+        raise ConfigError(f"Servers can't get the adapter by itself: {why}; and a quantized base "
+                          "has no weights to merge it into.",
+                          where="rollout.engine, model.quantization",
+                          fix="set rollout.engine=decode, or leave model.quantization out")
 
 
 def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str) -> list[str]:
@@ -147,7 +155,7 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
     Raises:
         ConfigError: vLLM doesn't serve such a model.
     """
-    refuse_encoders(facts)
+    check_servable(cfg, facts)
     parts, model, rank = urlsplit(url), cfg.model, lora_rank(cfg, facts.config)
     limit, longest = max_positions(facts), cfg.prompts.max_length
     length = limit if longest is None else min(most_tokens(cfg, longest), limit or sys.maxsize)

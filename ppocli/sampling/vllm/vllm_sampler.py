@@ -48,7 +48,7 @@ log = logging.getLogger("ppocli")
 
 PROBE, PROBED = 8, 16
 """tokens of the prompt whose greedy continuation is compared with ours, and of that"""
-MOST_OFF = {"fp32": 0.01, "bf16": 0.5}
+MOST_OFF, MOST_OFF_QUANTIZED = {"fp32": 0.01, "bf16": 0.5}, 1.0
 """nats that a logprob of the probe may be off on average; other weights are off by several"""
 
 
@@ -60,7 +60,7 @@ class VllmSampler(DecodeSampler):
     def __init__(self, setup: SamplerSetup) -> None:
         super().__init__(setup)
         cfg, ranks = setup.cfg, setup.backend.ranks
-        server_process.refuse_encoders(setup.loaded.lm)
+        server_process.check_servable(cfg, setup.loaded.lm)
         self.logprobs_match = False
         config = setup.loaded.export_config
         self.name = server_process.served_name(cfg, config)
@@ -166,7 +166,8 @@ class VllmSampler(DecodeSampler):
         ours = self._vocabulary.cut(logits, gaps).log_softmax(-1).cpu()
         logprobs = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
         off = (logprobs - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - logprobs
-        most = MOST_OFF[self.setup.cfg.hardware.precision]
+        cfg = self.setup.cfg
+        most = MOST_OFF_QUANTIZED if cfg.model.quantization else MOST_OFF[cfg.hardware.precision]
         if not float(off.mean()) <= most:
             raise SamplerError(
                 f"{server.url} says other tokens than the policy whose weights it was given: its "
@@ -289,8 +290,10 @@ def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, l
 
     Raises:
         SamplerError: which, and how to start it.
+        ConfigError: servers can't have such a model.
     """
     def check() -> None:
+        server_process.check_servable(cfg, facts)
         name = server_process.served_name(cfg, facts.config)
         for url in cfg.rollout.urls:
             Server(url, cfg.rollout).check(name, server_process.most_tokens(cfg, longest_prompt))
