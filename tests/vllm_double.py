@@ -59,6 +59,8 @@ class Engine:
         self.head = torch.nn.Parameter(self.lm.get_output_embeddings().weight.detach().clone())
         self.lm.get_output_embeddings().weight = self.head
         self.version, self.dead, self.paused = "default", False, False
+        self.asleep, self.empty = set[str](), False
+        """parts without memory; whether weights were dropped"""
         self.stale = False
         """whether the prefix cache is of other weights"""
         self.lock = threading.Lock()
@@ -66,7 +68,9 @@ class Engine:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, path: str, body: dict[str, Any], query: str = "") -> tuple[int, Any]:
+        if path in ("/sleep", "/wake_up", "/is_sleeping"):
+            return self.doze(path, query)
         if self.dead and path != "/v1/models":
             return 500, {"error": {"message": "EngineCore encountered an issue."}}
         if path == "/v1/models":
@@ -97,6 +101,14 @@ class Engine:
             return status, {**said, "model": model}
         return 404, {"detail": "Not Found"}
 
+    def doze(self, path: str, query: str) -> tuple[int, Any]:
+        if path == "/sleep":
+            self.asleep, self.empty, self.paused = {"weights", "kv_cache"}, query == "level=2", True
+        if path == "/wake_up":
+            self.asleep -= {query.removeprefix("tags=")} if query else self.asleep
+            self.paused = bool(self.asleep)
+        return 200, {"is_sleeping": bool(self.asleep)}
+
     def change_adapters(self, path: str, lora_name: str, lora_path: str = "") -> tuple[int, Any]:
         if path == "/v1/unload_lora_adapter":
             del self.adapters[lora_name]
@@ -115,6 +127,7 @@ class Engine:
         if not files:
             self.dead = is_checkpoint_format
             return 500, {"error": {"message": f"Worker failed with error '{weights_path}'"}}
+        assert "weights" not in self.asleep
         if is_checkpoint_format:
             self.load({name: tensor for file in files for name, tensor in load_file(file).items()})
         return 200, {"results": [None]}
@@ -123,11 +136,13 @@ class Engine:
         if self.tied:
             del found["lm_head.weight"]
         self.lm.load_state_dict(found, strict=not self.tied)
-        self.stale = True
+        self.stale, self.empty = True, False
 
     def generate(self, lm: Any, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
         assert not self.stale, "the prefix cache is of other weights"
         assert not self.paused, "this would wait for ever"
+        assert not self.asleep
+        assert not self.empty, "the weights were dropped"
         if len(ids) + params["max_tokens"] > self.most_tokens:
             params = {**params, "max_tokens": self.most_tokens - len(ids)}
         spec = SamplingSpec(
@@ -165,12 +180,13 @@ def serving(engine: Engine, spoil: Spoilt = lambda *_: None, port: int = 0) -> I
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _answer(self, body: dict[str, Any]) -> None:
-            path = urlsplit(self.path).path
+            path, query = urlsplit(self.path).path, urlsplit(self.path).query
             engine.asked[path] += 1
             engine.bodies.append(body)
             engine.headers.append(dict(self.headers))
             try:
-                status, said = spoil(path, engine.asked[path], body) or engine.answer(path, body)
+                status, said = (spoil(path, engine.asked[path], body)
+                                or engine.answer(path, body, query))
             except ConnectionError:
                 self.close_connection = True
                 return

@@ -60,9 +60,11 @@ def print_estimate(
     tokens, new, source = _longest(cfg, config, prompt_tokens)
     hardware, cuda = cfg.hardware, on_cuda(cfg.hardware)
     ranks = hardware.num_processes * hardware.num_nodes
+    room = _room(memory, cuda) if available or memory is not None else None
     needed = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
-                      ranks=ranks, ranks_on_host=hardware.num_processes)
-    sizes = compared(needed, _room(memory, cuda)) if available or memory is not None else None
+                      ranks=ranks, ranks_on_host=hardware.num_processes,
+                      device_bytes=None if room is None else room.whole_device)
+    sizes = None if room is None else compared(needed, room)
     if sizes == []:
         raise InputError("This system doesn't tell how much memory is free.", where="--available",
                          fix="give it: --memory GIB")
@@ -138,7 +140,8 @@ def _room(memory: float | None, cuda: bool) -> Room:
 
     if memory is not None:
         size = round(memory * 2**30)
-        return Room(size, None, ASSUMED_DEVICE) if cuda else Room(None, size, ASSUMED_DEVICE)
+        return (Room(size, None, ASSUMED_DEVICE, size) if cuda
+                else Room(None, size, ASSUMED_DEVICE))
     import torch
 
     if cuda and not torch.cuda.is_available():

@@ -31,6 +31,8 @@ class Room:
     host: int | None
     name: str
     """what the device is called"""
+    whole_device: int | None = None
+    """bytes of the device, free or not"""
 
 
 def on_cuda(hardware: HardwareConfig) -> bool:
@@ -53,8 +55,8 @@ def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
     import torch
 
     module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    return Room(int(free), host, module.get_device_name(device))
+    free, whole = module.mem_get_info(device)
+    return Room(int(free), host, module.get_device_name(device), int(whole))
 
 
 def host_room(root: Path = Path("/")) -> int | None:

@@ -152,6 +152,27 @@ def test_a_quantized_policy_is_sampled_from_its_base_as_it_was(tmp_path):
                 "model.peft.type=lora", "model.quantization=4bit", "ppo.importance.level=none")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_servers_sleep_while_the_policy_trains(kind, tmp_path, caplog):
+    """Weights are dropped where they are sent, and kept where only an adapter is."""
+    save_lm(tmp_path / "lm", kind)
+    keys = {"model__peft": LORA, "rollout__sleep": True}
+    engine = engine_of(tmp_path, **keys)
+    assert engine.name.endswith("-sleeps")
+    with one_server(tmp_path, engine=engine, **keys) as (session, _):
+        for _ in range(2):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            assert engine.asleep == {"weights", "kv_cache"}
+            assert engine.empty == (kind == "gpt2")
+            drawn(session)  # the same weights
+            move_adapter(session)
+    assert [record.message for record in caplog.records if "sleep" in record.message] == [
+        "rollout.sleep does nothing here: vLLM on a CPU says that it sleeps, and keeps its memory."]
+    keys["hardware__device"] = "cuda"
+    cfg = small_config(tmp_path, **keys)
+    assert "--enable-sleep-mode" in server_command(cfg, read_lm(cfg.model), "python", "http://h")
+
+
 def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path, monkeypatch):
     """A seed for each row repeats it, only changed weights are sent, and with them the token that
     is kept nowhere."""

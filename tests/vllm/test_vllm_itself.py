@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
@@ -120,6 +121,28 @@ def test_an_adapter_is_sent_by_itself(tmp_path):
         with refused(SamplerError, "can't read the weights"):
             session.sampler._weights.load_adapter(session.sampler.servers[0])
         assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+@pytest.mark.parametrize("peft", [{}, LORA])
+def test_a_server_on_a_cpu_takes_the_routes_of_sleep(peft, tmp_path, caplog):
+    """Of level 1 and 2: it says that it sleeps, and has kept its memory."""
+    make_world(tmp_path, "llama")
+    words = ["rollout.sleep=true", *(f"model.peft.{name}={value}" for name, value in peft.items())]
+    with server(tmp_path, *words) as (url, process), session_of(
+            config(tmp_path, url, model__peft=peft, rollout__sleep=True)) as session:
+        before = resident(process.pid)
+        for _ in range(2):
+            found = drawn(session, do_sample=False)
+            assert httpx2.get(f"{url}/is_sleeping", trust_env=False).json()["is_sleeping"]
+            assert resident(process.pid) > 0.95 * before
+            assert_same(found, ours(session, do_sample=False))
+            (move_adapter if peft else disturb)(session)
+    assert caplog.text.count("vLLM on a CPU says that it sleeps") == 1
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process and all that it has started."""
+    return sum(psutil.Process(one).memory_info().rss for one in (pid, *descendants(pid)))
 
 
 def adapters_at(url: str) -> list[str]:

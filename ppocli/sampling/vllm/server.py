@@ -153,6 +153,20 @@ class Server:
             if model.get("parent") and model["id"] != name:
                 self._content("/v1/unload_lora_adapter", {"lora_name": model["id"]})
 
+    def sleep(self, level: int) -> bool:
+        """Give back the memory of its device; whether it says that it did.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them.
+        """
+        self.ask(f"/sleep?level={level}", {})
+        return bool(self.ask("/is_sleeping", timeout=LOOK)["is_sleeping"])
+
+    def wake(self, part: str | None = None) -> None:
+        """Take memory again, for all or for a part (``weights``, ``kv_cache``); one that is awake
+        stays so."""
+        self.ask("/wake_up" if part is None else f"/wake_up?tags={part}", {})
+
     def generate(self, ids: Sequence[int], params: Mapping[str, Any], adapter: str | None = None
                  ) -> Answer:
         """One response to a prompt.

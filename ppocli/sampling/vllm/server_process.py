@@ -63,7 +63,7 @@ def served_name(cfg: schema.TrainConfig, config: Any) -> str:
     shape = {name: getattr(text, name, None) for name in _SHAPE}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
     return (f"ppocli-{text.model_type}-{served_dtype(cfg)}-{digest[:8]}"
-            + ("" if rank is None else f"-lora{rank}"))
+            + ("" if rank is None else f"-lora{rank}") + "-sleeps" * cfg.rollout.sleep)
 
 
 def why_merged(cfg: schema.TrainConfig, config: Any) -> str | None:
@@ -128,7 +128,7 @@ def check_servable(cfg: schema.TrainConfig, lm: Any) -> None:
         lm: the model, or what is known of it.
 
     Raises:
-        ConfigError: it has an encoder; or its base is quantized, and its adapter can't go by itself.
+        ConfigError: it has an encoder; or a quantized base, and its adapter can't go by itself.
     """
     if has_encoder(lm):
         raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
@@ -171,6 +171,8 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
               else [_LORA, "--max-lora-rank", str(rank)]),
             "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
             "--generation-config", "vllm",
+            # on a CPU vLLM refuses the word, and takes the routes without doing anything
+            *["--enable-sleep-mode"] * (cfg.rollout.sleep and on_cuda(cfg.hardware)),
             *(["--revision", revision] if revision else []),
             *(["--tokenizer", tokenizer] if tokenizer else []),
             *(["--trust-remote-code"] if model.trust_remote_code else []),

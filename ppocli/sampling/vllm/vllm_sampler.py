@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from ppocli.config import schema
+from ppocli.config.text import format_memory
 from ppocli.data.data_set import PromptBatch
 from ppocli.distributed.backend import Backend
+from ppocli.distributed.host_memory import room_here
 from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import SamplerError
 from ppocli.models.head import vocabulary_of
@@ -79,6 +81,7 @@ class VllmSampler(DecodeSampler):
         self._lm: Any = None
         self._ahead: Begun | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
+        self._slept = False
         self._weights: WeightsFolder | None = None
         ranks.first_does(self._begin)
 
@@ -96,12 +99,17 @@ class VllmSampler(DecodeSampler):
             ranks = self.setup.backend.ranks
             if ranks.first_does(lambda: self._changed(acting.lm)) and self._ahead is not None:
                 ranks.all_do(self._ahead.settle, "rollout")
+            if self.setup.cfg.rollout.sleep:
+                torch.cuda.empty_cache()  # what torch holds in reserve is no room for servers
             self.version = ranks.first_does(lambda: self._update(acting.lm))
             self._lm = acting.lm
             try:
                 yield acting
             finally:
                 self._lm = None
+            if self.setup.cfg.rollout.sleep:
+                ranks.gather(None)  # all have their samples
+                ranks.first_does(self._put_to_sleep)
 
     def _changed(self, lm: Any) -> bool:
         """Whether the policy has other weights than the last ones that were sent; they are held
@@ -130,9 +138,12 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: one is lost, or says other tokens than we do.
         """
-        version, weights = self._newest, self._weights
+        version, weights, sleeps = self._newest, self._weights, self.setup.cfg.rollout.sleep
         assert weights is not None
-        todo = [one for one in self.servers if not one.holds(version)]
+        for server in self.servers if sleeps else ():
+            server.wake(None if self._adapter is not None else "weights")
+        dropped = sleeps and self._adapter is None
+        todo = [one for one in self.servers if dropped or not one.holds(version)]
         begun = [in_daemon(partial(self._give, one, weights), f"updating {one.url}")
                  for one in todo]
         for server, future in zip(todo, begun, strict=True):
@@ -145,7 +156,33 @@ class VllmSampler(DecodeSampler):
         if self._adapter is None:
             weights.check_readable(server)
         send = weights.load if self._adapter is None else weights.load_adapter
-        server.load(partial(send, server), self._newest)
+
+        def give() -> None:
+            send(server)
+            if self.setup.cfg.rollout.sleep:
+                server.wake("kv_cache")
+
+        server.load(give, self._newest)
+
+    def _put_to_sleep(self) -> None:
+        """Have servers give their memory back; the first time, log what came of it."""
+        device = self.setup.backend.device
+        before = room_here(cuda=device.type == "cuda", device=device)
+        # an adapter is sent without its base, which has to stay
+        asleep = [server.sleep(1 if self._adapter is not None else 2) for server in self.servers]
+        if self._slept:
+            return
+        self._slept = True
+        if not all(asleep):
+            log.warning("%s was told to sleep, and says that it doesn't (/is_sleeping).",
+                        self.servers[asleep.index(False)].url)
+        elif before.device is None:
+            log.warning("rollout.sleep does nothing here: vLLM on a CPU says that it sleeps, and "
+                        "keeps its memory.")
+        else:
+            room = room_here(cuda=True, device=device)
+            log.info("asleep, the servers give back %s of %s",
+                     format_memory(max((room.device or 0) - before.device, 0)), room.name)
 
     @torch.no_grad()
     def _probe(self, server: Server, lm: Any) -> None:
