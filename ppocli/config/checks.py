@@ -78,7 +78,7 @@ _EXCLUDE = (
     ("prompts.length_sampler", ("prompts.chat", "prompts.eval.chat")),
     ("prompts.eval.length_sampler", ("prompts.eval.chat",)),
     ("reward.fn", ("reward.fns",)), ("reward.step_separator", ("reward.step_fn",)),
-    ("env.fn", ("rollout.ahead", "ppo.staleness", "reward.step_separator", "reward.step_fn",
+    ("env.fn", ("ppo.staleness", "reward.step_separator", "reward.step_fn",
                 "generation.length_sampler", "prompts.tools", "prompts.eval.tools")),
     ("rollout.ahead", ("ppo.staleness", "rollout.sleep")),
     # which prompts a step takes is known from scores only

@@ -3,6 +3,7 @@ is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers import checked, model_config, refused, save_lm
 from safetensors.torch import save_file
-from sessions import refused_session, rollout_of, session_of, small_config
+from sessions import idle_context, refused_session, rollout_of, session_of, small_config
 from vllm_double import (
     LORA,
     answering,
@@ -25,10 +26,12 @@ from vllm_double import (
     serving,
 )
 
-from ppocli.errors import ConfigError, SamplerError
+from ppocli.errors import ConfigError, RewardError, SamplerError
 from ppocli.models.loading.load_adapters import adapter_tensors, write_adapter
 from ppocli.models.loading.model_config import ModelFacts, read_lm
+from ppocli.ppo.ppo_task import PPOTask
 from ppocli.sampling.vllm.server_process import server_command, shell_line, why_merged
+from ppocli.training.loop import initial_state
 
 GENERATE = "/inference/v1/generate"
 
@@ -281,3 +284,42 @@ def test_turns_of_episodes_are_the_servers(tmp_path):
         torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
         assert float(found.gap.abs().max()) < 1e-4
         assert engine.asked[GENERATE] > 2 * len(found)
+
+
+@pytest.mark.parametrize("env", ["Words", "Slow"])
+def test_episodes_are_played_one_step_ahead(env, tmp_path):
+    """With the weights from before, as the other loop plays them; an evaluation waits for them, and
+    a run that goes on begins anew with the weights that it has."""
+    keys = {"env__fn": f"played:{env}", "env__max_tokens": 40, "env__max_turns": 3,
+            "generation__max_new_tokens": 5, "ppo__num_rollouts": 8, "ppo__num_steps": 3,
+            "generation__do_sample": False}
+    with session_of(small_config(tmp_path, **keys)) as session:
+        wanted = [rollout_of(session, start) for start in (0, 8)]
+    with one_server(tmp_path, rollout__ahead=1, **keys) as (session, engine):
+        task = PPOTask(session)
+        state = initial_state(task)
+        first = task.collect(state, idle_context())
+        disturb(session)
+        versions = engine.asked["/update_weight_version"]
+        task.evaluate(idle_context())
+        assert engine.asked["/update_weight_version"] == versions + 1
+        state = replace(state, step=1, episodes=8)
+        second = task.collect(state, idle_context())
+        for found, rollout in zip((first, second), wanted, strict=True):
+            assert found.responses == rollout.responses
+            assert found.extras.dense.tolist() == rollout.extras.dense.tolist()
+        assert float(first.gap.abs().max()) < 1e-4
+        assert float(second.gap.abs().mean()) > 0.01
+        resumed = PPOTask(session).collect(state, idle_context())
+        assert float(resumed.gap.abs().max()) < 1e-4
+        assert [one.opening for one in resumed.extras.episodes] == [
+            one.opening for one in second.extras.episodes]
+
+
+def test_an_environment_that_fails_ahead_stops_the_run(tmp_path):
+    keys = {"env__fn": "played:Failing", "env__max_tokens": 40, "generation__max_new_tokens": 5,
+            "ppo__num_rollouts": 8}
+    with one_server(tmp_path, rollout__ahead=1, **keys) as (session, _), refused(
+            RewardError, "the door is locked"):
+        task = PPOTask(session)
+        task.collect(initial_state(task), idle_context())

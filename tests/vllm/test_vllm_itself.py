@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import pytest
 import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
 from runs import free_port, run, spawn, wait_for, words
-from sessions import rollout_of, session_of, small_config
+from sessions import idle_context, rollout_of, session_of, small_config
 from vllm_double import LORA, assert_same, disturb, drawn, move_adapter, ours
 
 from ppocli.errors import SamplerError
+from ppocli.ppo.ppo_task import PPOTask
 from ppocli.sampling.vllm.server import WeightsFolder
+from ppocli.training.loop import initial_state
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -140,6 +143,23 @@ def test_a_server_on_a_cpu_takes_the_routes_of_sleep(peft, tmp_path, caplog):
     assert caplog.text.count("vLLM on a CPU says that it sleeps") == 1
 
 
+def test_episodes_are_played_one_step_ahead_with_an_adapter(tmp_path):
+    make_world(tmp_path, "llama")
+    keys = {"env__fn": "played:Slow", "env__max_tokens": 40, "generation__max_new_tokens": 5,
+            "ppo__num_rollouts": 8, "ppo__num_steps": 3}
+    with (server(tmp_path, *(f"model.peft.{name}={value}" for name, value in LORA.items())
+                 ) as (url, _),
+          session_of(config(tmp_path, url, model__peft=LORA, rollout__ahead=1, **keys)) as session):
+        task, gaps = PPOTask(session), []
+        state = initial_state(task)
+        for step in range(3):
+            found = task.collect(replace(state, step=step, episodes=8 * step), idle_context())
+            gaps.append(float(found.gap.abs().mean()))
+            move_adapter(session)
+    assert gaps[0] < 1e-4
+    assert min(gaps[1:]) > 0.01
+
+
 def resident(pid: int) -> int:
     """Bytes of a process and all that it has started."""
     return sum(psutil.Process(one).memory_info().rss for one in (pid, *descendants(pid)))
@@ -197,7 +217,7 @@ def test_a_reload_from_nowhere_ends_the_engine_and_is_not_begun(tmp_path):
     make_world(tmp_path, "gpt2")
     with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
         weights = WeightsFolder(str(tmp_path))
-        weights.write(session.policy.lm, session.policy.lm.state_dict(), "x")
+        weights.write(session.policy.lm.save_pretrained, "x")
         shutil.rmtree(weights.path)
         with refused(SamplerError, "can't read the weights"):
             weights.check_readable(session.sampler.servers[0])

@@ -26,7 +26,13 @@ from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
 from ppocli.runs.daemon import in_daemon
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, check_stop
+from ppocli.sampling.sampler import (
+    BegunSamples,
+    DecodeSampler,
+    GenerationModel,
+    SamplerSetup,
+    check_stop,
+)
 from ppocli.sampling.samples import (
     Generation,
     Samples,
@@ -79,7 +85,7 @@ class VllmSampler(DecodeSampler):
         self.version = ""
         """of the weights that responses have to come from"""
         self._lm: Any = None
-        self._ahead: Begun | None = None
+        self.ahead: BegunSamples | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
         self._slept = False
         self._weights: WeightsFolder | None = None
@@ -97,8 +103,8 @@ class VllmSampler(DecodeSampler):
         """As :class:`Sampler`: rank 0 gives the servers the weights, if they have others."""
         with super().acting(policy) as acting:
             ranks = self.setup.backend.ranks
-            if ranks.first_does(lambda: self._changed(acting.lm)) and self._ahead is not None:
-                ranks.all_do(self._ahead.settle, "rollout")
+            if ranks.first_does(lambda: self._changed(acting.lm)) and self.ahead is not None:
+                ranks.all_do(self.ahead.settle, "rollout")
             if self.setup.cfg.rollout.sleep:
                 torch.cuda.empty_cache()  # what torch holds in reserve is no room for servers
             self.version = ranks.first_does(lambda: self._update(acting.lm))
@@ -236,7 +242,7 @@ class VllmSampler(DecodeSampler):
         rows = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
         begun = Begun(prompts, self.deal(rows, sampling_params(
             spec, self.setup.cfg.seed, stream, prompts.episodes)))
-        self._ahead = begun if ahead else self._ahead
+        self.ahead = begun if ahead else self.ahead
         return begun
 
     @contextmanager
@@ -244,11 +250,15 @@ class VllmSampler(DecodeSampler):
                  stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
         self._check_acting(model)
-        yield self._turns(episodes, spec, stream, stop.check)
+        yield self.turns(episodes, spec, stream, stop.check)
 
-    def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
-               poll: Callable[[], None]) -> Conversation:
-        """What servers say in the turns of these samples."""
+    def turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+              poll: Callable[[], None]) -> Conversation:
+        """What servers say in the turns of these samples, as long as they have these weights.
+
+        Args:
+            poll: called every now and then; may raise to stop.
+        """
         turns = Counter[int]()
 
         def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
@@ -316,7 +326,7 @@ class Begun:
         return single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers), None)
 
     def settle(self) -> None:
-        """Wait until no server works on them; raises as :meth:`take`."""
+        """As :class:`BegunSamples`."""
         self.take(slice(None), lambda: None)
 
 
