@@ -58,9 +58,9 @@ def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, 
         parts.append(_gathered(session, samples.rows(slice(num_local)), until - first))
     waiting = Samples.joined(parts)
     context.clock.mark("rollout")
-    mine = share_of_prompts(session, episodes.start, count)[0].episodes
+    local = share_of_prompts(session, episodes.start, count)[0].episodes
     rollout = collect_rollout(session, context, episodes.start, count,
-                              waiting.rows(torch.tensor(mine) - episodes.start))
+                              waiting.rows(torch.tensor(local) - episodes.start))
     return replace(rollout, extras=replace(
         rollout.extras, waiting=_tensors_of(waiting.rows(slice(count, None)))))
 

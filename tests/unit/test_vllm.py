@@ -130,8 +130,8 @@ def test_what_servers_take_as_an_adapter(kind, peft, keys, reason, tmp_path):
 
 
 def test_a_quantized_policy_is_sampled_from_its_base_as_it_was(tmp_path):
-    """Weights of 16 steps, in place of bitsandbytes', which needs a GPU: the gap is corrected for,
-    and too large for a policy that isn't quantized."""
+    """Weights of 16 steps, in place of bitsandbytes', which may not be installed: the gap is
+    corrected for, and too large for a policy that isn't quantized."""
     save_lm(tmp_path / "lm", "llama", gain=2.0)
     with one_server(tmp_path, engine=engine_of(tmp_path, model__peft=LORA), model__peft=LORA,
                     ppo__importance__level="token") as (session, _):
