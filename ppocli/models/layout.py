@@ -355,7 +355,7 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[Any], counts: 
     return by_sample
 
 
-def spread(passes: Sequence[RowBatch], scores: Sequence[Any], name: str, shape: torch.Size
+def spread(passes: Sequence[RowBatch], shape: torch.Size, scores: Sequence[Any], name: str
            ) -> torch.Tensor:
     """A column [N] of each pass as [B, R] on the CPU; 0 where there is no token."""
     full = torch.zeros(shape)

@@ -343,35 +343,29 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
     return Scored(logprobs, hidden if keep_hidden else None, frozen[-1] if frozen else None, values)
 
 
-def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWeights, *,
-                    temperature: float, hidden: torch.Tensor | None = None,
-                    frozen_states: torch.Tensor | None = None,
+def score_reference(reference: Reference, view: Any, one: RowBatch, *, temperature: float,
+                    of_policy: OtherHead | None = None, frozen_states: torch.Tensor | None = None,
                     split: stacks.SplitPoint | None = None) -> Scored:
-    """The reference's logprobs and, given the policy's states, the KL over the whole vocabulary.
+    """The reference's logprobs and states and, given the policy's, the KL over the whole
+    vocabulary.
 
     Args:
-        view: the reference as a model.
-        head: of the policy, which the view may have put the reference's in the place of.
-        hidden, frozen_states: of the policy's pass. Where the reference is split as the policy is,
-            it starts from the latter.
-        split: the layer whose inputs are kept where ``frozen_states`` are not there.
+        view: the reference as a model, which may be run on another device than the policy.
+        of_policy: the policy's head may be what the view has put the reference's in the place of.
+        frozen_states: of the policy's pass. Where the reference is split as the policy is, it
+            starts from these; where they are not there, they are kept at ``split``.
     """
-    # which may be run on another device than the policy
     batch = one.batch.to(view.get_output_embeddings().weight.device)
     lm = view if frozen_states is None or reference.split is None else (
         reference.split.resumed(view, frozen_states))
-    if split is None or frozen_states is not None:
+    with stacks.inputs_at(split if frozen_states is None else None, view) as entering:
         states = response_hidden(lm, batch)
-    else:
-        with stacks.inputs_at(split, view) as entering:
-            states = response_hidden(lm, batch)
-        frozen_states = entering[-1]
-    ref_head = HeadWeights.of(view)
-    logprobs = token_logprobs(states, ref_head, batch.targets, temperature=temperature,
+    head = HeadWeights.of(view)
+    logprobs = token_logprobs(states, head, batch.targets, temperature=temperature,
                               want_entropy=False).logprobs
-    kl = None if hidden is None else full_kl(hidden, head, states, ref_head,
-                                             temperature=temperature)
-    return Scored(logprobs, states, frozen_states, full_kl=kl)
+    kl = None if of_policy is None else full_kl(of_policy.states, of_policy.head, states, head,
+                                                temperature=temperature)
+    return Scored(logprobs, states, entering[-1] if entering else frozen_states, full_kl=kl)
 
 
 def frozen_split(policy: Policy) -> stacks.SplitPoint | None:

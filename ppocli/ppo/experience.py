@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,15 +179,13 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.T
 
 def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What lands on the tokens: scaled and clipped scores, less penalties.
+    """What lands on the tokens, scaled and clipped scores less penalties: [B] for the last token,
+    and dense rewards [B, R] or None.
 
     ``running`` divides by the running deviation (trlX ``scale_reward: running``), with
     ``reward.center`` after the running mean was taken off (TRL ``use_score_norm``); ``ref`` divides
     by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
     it (trlX), penalties after both. Dense rewards are scaled and clipped entry by entry.
-
-    Returns:
-        scores [B] for the last token, and dense rewards [B, R] or None.
     """
     reward, dense = cfg.reward, rollout.extras.dense
     std, mean, clip = 1.0, 0.0, math.inf if reward.clip is None else reward.clip
@@ -228,13 +227,10 @@ def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
 def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOConfig, *,
                         pretrains: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Advantages and returns [B, R] by ``ppo.advantage``; returns are None without a critic. The
-    samples of a prompt that are left without an invalid one are their whole group.
-
-    Args:
-        pretrains: the value function learns what really followed, ``R_t = sum over k >= t of
-            gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv
-            2503.01491, section on value pretraining).
-    """
+    samples of a prompt that are left without an invalid one are their whole group. With
+    ``pretrains`` the value function learns what really followed, ``R_t = sum over k >= t of
+    gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv 2503.01491,
+    section on value pretraining)."""
     estimator = ESTIMATORS[ppo.advantage]
     return estimator.estimate(AdvantageInputs(
         rewards, kept.sequences.mask, torch.tensor(kept.prompts.episodes) // ppo.n,
@@ -244,45 +240,39 @@ def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOCon
         turns=kept.turns if ppo.gae_unit == "turn" else None))
 
 
-def off_policy_correction(gap: torch.Tensor, mask: torch.Tensor, cfg: schema.TrainConfig
+def off_policy_correction(kept: Rollout, cfg: schema.TrainConfig
                           ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tokens that ``ppo.importance.reject`` accepts [B, R] bool, and importance weights [B, R]
-    of the policy loss, or None.
-
-    Args:
-        gap: [B, R] log-ratio of the trained policy to the one that sampled.
-        mask: [B, R] bool of the actions.
-    """
-    importance, level = cfg.ppo.importance, tasks.importance_level(cfg)
+    of the policy loss, or None; all and None from a sampler without logprobs."""
+    importance, level, mask = cfg.ppo.importance, tasks.importance_level(cfg), kept.sequences.mask
+    if (gap := kept.gap) is None:
+        return mask, None
     return accepted_tokens(gap, mask, importance.reject), None if level is None else (
         importance_weights(gap, mask, level=level, cap=importance.cap))
 
 
-def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, ent_coef: float,
+def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, progress: float,
                   advantages: torch.Tensor, returns: torch.Tensor | None, accepted: torch.Tensor,
                   importance: torch.Tensor | None, pretrains: bool) -> Experience:
-    """The record that the updates of a step read.
-
-    Args:
-        kl_coef, ent_coef: coefficients of the loss in this step.
-        accepted: [B, R] bool of the tokens that are in the loss unless they are truncated.
-    """
+    """The record that the updates of a step read, with the KL coefficient of its loss; ``accepted``
+    [B, R] bool are the tokens that are in the loss unless they are truncated."""
+    counts, coef = accepted if ppo.importance.reject else None, ppo.ent_coef
+    if ppo.mask_truncated:
+        counts = accepted & kept.finished[:, None]
+    if ppo.ent_coef_end is not None:
+        coef = (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end
     options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
-        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ent_coef,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=coef,
         kl_coef=kl_coef, kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
         nll_coef=ppo.positive_nll_coef)
-    counts = accepted & kept.finished[:, None] if ppo.mask_truncated \
-        else accepted if ppo.importance.reject else None
     return Experience(
         kept.sequences, kept.logprobs,
         kept.values * kept.sequences.mask if ESTIMATORS[ppo.advantage].needs_critic else None,
         advantages, returns, options, ExperienceExtras(
             ref_logprobs=kept.ref_logprobs if kl_coef > 0 else None, counts=counts,
-            importance=importance,
-            imitated=torch.tensor(kept.scores) > ppo.positive_above if ppo.positive_nll_coef
-            else None,
-            frozen_states=kept.extras.frozen_states,
+            importance=importance, imitated=torch.tensor(kept.scores) > ppo.positive_above
+            if ppo.positive_nll_coef else None, frozen_states=kept.extras.frozen_states,
             ref_states=kept.extras.ref_states if kl_coef > 0 else [], pretrains=pretrains))
 
 
@@ -299,30 +289,25 @@ def without_signal(experience: Experience, cfg: schema.TrainConfig) -> Experienc
                        torch.zeros_like(imitated)))
 
 
-def imitation_weights(experience: Experience, imitated: torch.Tensor, rows: torch.Tensor,
-                      weights: torch.Tensor, group: UpdateGroup, samples: torch.Tensor
-                      ) -> torch.Tensor:
-    """Each token's weight [N] in the likelihood of good responses (``ppo.positive_nll_coef``); they
-    sum to 1 over the update.
-
-    Args:
-        imitated: [B] bool, whether the likelihood of a sample is a term of the loss.
-        rows: [b] places of the micro-batch in the experience.
-        weights: [b] of its tokens in the loss; what is in no part of the loss has the weight 0.
-        samples: [A] bool, which atoms of the update are samples.
-    """
-    mask, counts = experience.sequences.mask, experience.extras.counts
-    update, counted = group.rows[samples], mask if counts is None else counts
-    imitated_tokens = counted[update].sum(1) * group.weights[samples].sign() * imitated[update]
+def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
+                      group: UpdateGroup) -> torch.Tensor:
+    """Each token's weight [N] in the likelihood of good responses (``ppo.positive_nll_coef``) of
+    the places ``rows`` [b]; they sum to 1 over the update. What is in no part of the loss has 0 in
+    ``weights`` [b]."""
+    mask, extras = experience.sequences.mask, experience.extras
+    imitated: Any = extras.imitated
+    counted = mask if extras.counts is None else extras.counts
+    is_sample = group.rows < len(mask)  # the others are examples of ppo.ptx
+    update = group.rows[is_sample]
+    imitated_tokens = counted[update].sum(1) * group.weights[is_sample].sign() * imitated[update]
     shares = imitated[rows] * weights.sign() / imitated_tokens.sum().clamp(min=1)
     return (shares[:, None] * counted[rows])[mask[rows]]
 
 
 def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,
                step: int) -> PPOState:
-    """The state after ``step``, whose rollout was ``rollout``: with its scores in the moments, the
-    next KL coefficient, and the end of value pretraining where ``ppo.value_pretrain_until`` is
-    reached or the steps are made."""
+    """The state after ``step``: with the scores in the moments, the next KL coefficient, and the
+    end of value pretraining where ``ppo.value_pretrain_until`` is reached or the steps are made."""
     ppo = cfg.ppo
     after = state if cfg.reward.scale == "none" else update_moments(state, rollout, cfg)
     if ppo.kl_controller == "adaptive":
@@ -355,44 +340,51 @@ def on_device(session: Session, experience: Experience) -> Experience:
     """The figures that losses are made of on the device, once for all updates, and room for what
     the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
     where batches are laid out without waiting for the device."""
-    device, extras = session.backend.device, experience.extras
-    columns: dict[str, Any] = {}
-    further: dict[str, Any] = {}
-    for record, names, moved in (
-            (experience, ("logprobs", "values", "advantages", "returns"), columns),
-            (extras, ("ref_logprobs", "importance"), further)):
-        for name in names:
-            if (tensor := getattr(record, name)) is not None:
-                moved[name] = to_device(tensor, device)
+    extras = experience.extras
     if session.frozen_states_bytes and not extras.frozen_states:
-        further["frozen_states"] = [None] * len(experience.sequences)
+        extras = replace(extras, frozen_states=[None] * len(experience.sequences))
     if extras.ref_states and session.reference is not None:
         with session.reference.view(session.policy.lm) as view:
-            further["ref_head"] = head.HeadWeights.of(view).as_now()
-    return replace(experience, **columns, extras=replace(extras, **further))
+            extras = replace(extras, ref_head=head.HeadWeights.of(view).as_now())
+
+
+    def moved(column: Any) -> Any:
+        return None if column is None else to_device(column, session.backend.device)
+
+    return replace(
+        experience, logprobs=moved(experience.logprobs), values=moved(experience.values),
+        advantages=moved(experience.advantages), returns=moved(experience.returns),
+        extras=replace(extras, ref_logprobs=moved(extras.ref_logprobs),
+                       importance=moved(extras.importance)))
 
 
 def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
            ) -> tuple[head.TokenFigures, int]:
-    """The policy's figures of some rows of ``experience``, and how many tokens were computed.
+    """The policy's figures of some rows of ``experience``, and how many tokens were computed."""
+    samples, extras, other = experience.sequences.rows(rows), experience.extras, None
+    batch = layout.lay_out(samples, pack=session.packs).to(session.backend.device)
+    if extras.ref_head is not None:
+        states = torch.cat([extras.ref_states[i] for i in rows.tolist()])
+        other = head.OtherHead(to_device(states, session.backend.device), extras.ref_head)
+    forward = partial(session.trained.engine, temperature=session.sampling.temperature,
+                      want_entropy=tasks.wants_entropy(session.cfg.ppo), value_only=value_only,
+                      reference=other)
+    if session.policy.split is not None and extras.frozen_states:
+        forward = partial(_replay_top, session, extras.frozen_states, rows.tolist(), samples,
+                          forward)
+    return forward(batch), batch.tokens.numel()
 
-    Frozen lower layers run only for samples whose states were not kept; their outputs are kept
-    then.
-    """
-    samples, places, extras = experience.sequences.rows(rows), rows.tolist(), experience.extras
-    device, split = session.backend.device, session.policy.split
-    batch, kept = layout.lay_out(samples, pack=session.packs).to(device), None
-    if split is not None and extras.frozen_states:
-        kept = extras.frozen_states
-        batch = replace(batch, frozen_states=layout.known_states(kept, places, batch))
-    remembers = kept is not None and batch.frozen_states is None
-    other = None if extras.ref_head is None else head.OtherHead(
-        to_device(torch.cat([extras.ref_states[i] for i in places]), device), extras.ref_head)
-    with trunk.inputs_at(split if remembers else None, session.policy.lm) as entering:
-        out = session.trained.engine(batch, temperature=session.sampling.temperature,
-                                     want_entropy=tasks.wants_entropy(session.cfg.ppo),
-                                     value_only=value_only, reference=other)
-    if kept is not None and entering:
+
+def _replay_top(session: Session, kept: list[torch.Tensor | None], places: list[int],
+                samples: layout.Sequences, forward: Callable[..., head.TokenFigures],
+                batch: layout.SequenceBatch) -> head.TokenFigures:
+    """As :func:`replay`, of a policy whose lower layers are frozen: they run only for samples whose
+    states were not kept; their outputs are kept then."""
+    batch = replace(batch, frozen_states=layout.known_states(kept, places, batch))
+    with trunk.inputs_at(session.policy.split if batch.frozen_states is None else None,
+                         session.policy.lm) as entering:
+        out = forward(batch)
+    if entering:
         layout.keep_states(kept, session.frozen_states_bytes, places,
                            (samples.lengths - 1).tolist(), batch, entering[-1])
-    return out, batch.tokens.numel()
+    return out

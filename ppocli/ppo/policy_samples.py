@@ -19,7 +19,7 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.head import vocabulary_of
 from ppocli.models.policy import Policy
 from ppocli.ppo import step_metrics
-from ppocli.ppo.rollout import Chunk, measure
+from ppocli.ppo.rollout import Chunk, PassOptions, measure
 from ppocli.ppo.session import EvalSession, Session
 from ppocli.rewards.reward_records import RewardRequest, RewardScores, step_texts
 from ppocli.rewards.scoring import Reward
@@ -45,10 +45,8 @@ def contexts_of(session: EvalSession, prompts: PromptBatch) -> list[list[int]]:
     the prompt for a causal model, whose response continues it."""
     if session.loaded.decoder_start is not None:
         return [[]] * len(prompts.tokens)
-    rows = list[list[int]]()
-    for row, mask in zip(prompts.tokens, prompts.mask, strict=True):
-        rows.append(row[mask].tolist())
-    return rows
+    starts = (~prompts.mask).sum(1).tolist()
+    return [row[start:] for row, start in zip(prompts.tokens.tolist(), starts, strict=True)]
 
 
 def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local: int,
@@ -77,14 +75,9 @@ def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBa
 def generate_chunks(session: Session, context: StepContext, policy: Policy, spec: SamplingSpec,
                     prompts: PromptBatch, num_local: int, samples: Samples | None = None,
                     size: int = 0) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``num_local`` of them for this rank: each chunk
-    as soon as it is complete, in their order. All ranks call it in step.
-
-    Args:
-        policy: as the sampler's ``acting`` yields it.
-        samples: of an earlier policy, in place of new ones.
-        size: prompts at a time; 0: the session's.
-    """
+    """Sample one response to each prompt, the first ``num_local`` of them for this rank, or take
+    ``samples`` of an earlier policy: each chunk of ``size`` (by default the session's) as soon as
+    it is complete, in their order. All ranks call it in step."""
     start, size = 0, size or session.chunk_size
     made = sample_policy(session, context, policy, prompts, spec, ROLLOUT, size) \
         if samples is None else (samples.rows(slice(i, i + size))
@@ -99,38 +92,51 @@ def generate_chunks(session: Session, context: StepContext, policy: Policy, spec
 
 def sample_policy(session: EvalSession, context: StepContext, policy: Policy, prompts: PromptBatch,
                   spec: SamplingSpec, stream: int, size: int = 0) -> Generator[Samples]:
-    """One sample of the policy per prompt, ``size`` (by default ``chunk_size``) at a time. All
-    ranks call it in step.
+    """One sample of the policy, as the sampler's ``acting`` yields it, per prompt, ``size`` (by
+    default ``chunk_size``) at a time. All ranks call it in step.
 
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
         OutOfMemoryError: there is no room for one response.
         ConfigError: a sampler of the user's own chose an id without a token.
     """
-    lm, vocabulary = policy.eval().lm, vocabulary_of(policy.lm)
-    head = policy.value_head if policy.values_while_decoding else None
-    model = GenerationModel(lm, head)
-    # in fp32 they are what a forward pass gives; half of the room is for those without padding
-    exact = session.from_decode and session.backend.precision == "fp32"
-    if stream == ROLLOUT and exact and policy.split is not None:
-        tokens = prompts.tokens.shape[1] + spec.max_new_tokens
-        width = lm.get_input_embeddings().weight.shape[-1]
-        if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
-            model = GenerationModel(lm, head, policy.split)
+    vocabulary = vocabulary_of(policy.eval().lm)
+    model = GenerationModel(
+        policy.lm, policy.value_head if policy.values_while_decoding else None,
+        policy.split if stream == ROLLOUT and _keeps_states(session, policy, prompts, spec)
+        else None)
     for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
                              context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                              chunk=size or session.chunk_size):
-        if not bool(torch.isfinite(out.logprobs).all()):
-            raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
-                                fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
-                                "hardware.precision=fp32")
         ids = out.sequences.action_tokens[out.sequences.mask]
-        if bool((absent := vocabulary.lacks(ids)).any()):
-            raise ConfigError(f"{type(session.sampler).__name__} sampled id "
-                              f"{int(ids[absent][0])}, for which the tokenizer has no token.",
-                              where="rollout.engine", fix="sample from the tokenizer's ids alone: "
-                              "a model may have more rows than those")
+        if not bool(torch.isfinite(out.logprobs).all()) or bool(vocabulary.lacks(ids).any()):
+            raise _unusable(session, out.logprobs, ids[vocabulary.lacks(ids)])
         yield out
+
+
+def _keeps_states(session: EvalSession, policy: Policy, prompts: PromptBatch, spec: SamplingSpec
+                  ) -> bool:
+    """Whether decoding keeps what enters the policy's lowest layer that trains."""
+    # in fp32 they are what a forward pass gives; half of the room is for those without padding
+    if policy.split is None or not session.from_decode or session.backend.precision != "fp32":
+        return False
+    tokens = prompts.tokens.shape[1] + spec.max_new_tokens
+    width = policy.lm.get_input_embeddings().weight.shape[-1]
+    most: int = session.frozen_states_bytes // 2
+    return 4 * session.cfg.ppo.num_rollouts * tokens * width <= most
+
+
+def _unusable(session: EvalSession, logprobs: torch.Tensor, absent: torch.Tensor
+              ) -> DivergedError | ConfigError:
+    """The error for samples whose logprobs are not finite, or for ids without a token [n]."""
+    if not bool(torch.isfinite(logprobs).all()):
+        return DivergedError("The policy became non-finite: its token probabilities are NaN.",
+                             fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
+                             "hardware.precision=fp32")
+    return ConfigError(f"{type(session.sampler).__name__} sampled id {int(absent[0])}, for which "
+                       "the tokenizer has no token.", where="rollout.engine",
+                       fix="sample from the tokenizer's ids alone: a model may have more rows than "
+                       "those")
 
 
 # Scores -------------------------------------------------------------------------------------------
@@ -145,11 +151,8 @@ class PendingScores:
     work: Callable[[], Any]
 
     def wait(self, phase: str) -> Any:
-        """The scores [b] of this rank's samples. All ranks call it in step.
-
-        Raises:
-            PpocliError: on all ranks, what the reward raised on any.
-        """
+        """The scores [b] of this rank's samples, or on all ranks the PpocliError that the reward
+        raised on any. All ranks call it in step."""
         if not self.whole:
             return self.ranks.all_do(self.work, phase)
         return rows_of(self.ranks.first_does(self.work),
@@ -160,15 +163,15 @@ def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch,
                responses: list[str]) -> RewardRequest:
     """Samples as a reward or a metric gets them; special tokens are left out and stop sequences
     trimmed."""
-    before = contexts_of(session, prompts) if session.reward.has_steps else ()
-    episodes = out.episodes or ()
-    return RewardRequest(
-        prompts=prompts.texts, responses=responses, response_ids=out.action_ids,
-        columns=prompts.columns, tokenizer=session.tokenizer, ended=out.finished.tolist(),
-        messages=prompts.messages, prompt_ids=before, episodes=episodes,
-        chats=[one.conversation(prompt) for one, prompt in zip(
-            episodes, prompts.messages, strict=True)] if episodes and prompts.messages else (),
-        progress=context.progress)
+    request = RewardRequest(
+        prompts.texts, responses, out.action_ids, prompts.columns, session.tokenizer,
+        ended=out.finished.tolist(), messages=prompts.messages, progress=context.progress,
+        prompt_ids=contexts_of(session, prompts) if session.reward.has_steps else ())
+    if not out.episodes:
+        return request
+    chats = [one.conversation(prompt) for one, prompt in zip(
+        out.episodes, prompts.messages, strict=True)] if prompts.messages else ()
+    return replace(request, episodes=out.episodes, chats=chats)
 
 
 def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
@@ -196,40 +199,44 @@ def whole_request(session: EvalSession, request: RewardRequest) -> RewardRequest
 
 def start(session: EvalSession, context: StepContext, chunk: Chunk,
           previous: PendingScores | None = None) -> PendingScores:
-    """Hand a chunk to the reward. All ranks call it in step.
-
-    A reward that waits for others (``reward.overlap``) scores it while the next chunk is generated;
-    it gets one chunk at a time and in their order, either way. Where it is not to overlap, but
-    waits, or may take no longer than ``reward.timeout``, it runs in a thread all the same, so that
-    this one gets a stop.
-
-    Args:
-        previous: the chunk before, if any.
-    """
+    """Hand a chunk to the reward, behind the ``previous`` one. All ranks call it in step."""
     reward, cfg, ranks = session.reward, session.cfg.reward, session.backend.ranks
     request = request_of(session, context, chunk.prompts, chunk.samples, chunk.responses)
     whole = reward.needs_all_samples and ranks.world > 1
     if whole:
         request = whole_request(session, request)
+    work: Callable[[], RewardScores] = partial(_scores, reward, request)
+    if reward.waits or cfg.overlap == "always" or cfg.timeout is not None:
+        work = _in_thread(session, context, work, whole, previous)
+    return PendingScores(ranks, whole, work)
 
-    def score() -> RewardScores:
-        faults.point("score.before")
-        scores = reward.score(in_steps(reward, request) if reward.has_steps else request)
-        faults.point("score.after")
-        return scores
 
+def _scores(reward: Reward, request: RewardRequest) -> RewardScores:
+    faults.point("score.before")
+    scores = reward.score(in_steps(reward, request) if reward.has_steps else request)
+    faults.point("score.after")
+    return scores
+
+
+def _in_thread(session: EvalSession, context: StepContext, work: Callable[[], T], whole: bool,
+               previous: PendingScores | None) -> Callable[[], T]:
+    """What returns the scores of a reward that waits for others, or has a time limit.
+
+    With ``reward.overlap`` it scores a chunk while the next one is generated; it gets one chunk at
+    a time and in their order, either way. Where it is not to overlap, it runs in a thread all the
+    same, so that this one gets a stop.
+    """
+    reward, cfg = session.reward, session.cfg.reward
     overlaps = cfg.overlap == "always" or (cfg.overlap == "auto" and reward.waits)
-    if overlaps and (ranks.first or not whole):
-        return PendingScores(ranks, whole, begin(session, context, score,
-                                                 None if previous is None else previous.work))
-    waits = (reward.waits and cfg.overlap != "never") or cfg.timeout is not None
-    return PendingScores(ranks, whole, partial(_in_thread, session, context, score) if waits
-                         else score)
+    if overlaps and (session.backend.ranks.first or not whole):
+        return begin(session, context, work, None if previous is None else previous.work)
+    if cfg.overlap == "never" and cfg.timeout is None:
+        return work
 
+    def wait() -> T:
+        return begin(session, context, work, None)()
 
-def _in_thread(session: EvalSession, context: StepContext, work: Callable[[], T]) -> T:
-    """What ``work`` returns, while this thread gets a stop."""
-    return begin(session, context, work, None)()
+    return wait
 
 
 def _metrics(session: EvalSession, context: StepContext, chunk: Chunk) -> Any:
@@ -314,9 +321,9 @@ def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy
                                     session.tokenizer.pad_token_id)
         whole = Samples.joined(list(sample_policy(session, context, policy, prompts, spec,
                                                   EVALUATION)))
-        columns = measure(session, context, policy, whole, phase="scoring of the evaluation",
-                          want_policy=not decoded, want_values=False, estimator="k1",
-                          temperature=1.0)
+        columns = measure(session, context, policy, whole, PassOptions(
+            "scoring of the evaluation", "k1", temperature=1.0, want_logprobs=not decoded,
+            want_values=False))
         chunk = chunk_of(session, prompts, whole, num_local, spec)
         scores = start(session, context, chunk).wait("reward at evaluation")
         metrics = {} if session.metric is None else _metrics(session, context, chunk)
