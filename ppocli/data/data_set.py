@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -28,19 +27,20 @@ def rows_of(record: T, index: Any) -> T:
     """The rows of a record, or of a mapping, at ``index`` (a slice, or a list or a tensor of
     places): those of its tensors, lists and mappings, and of the records in it. A column of
     another kind, such as a tuple, describes the whole record and stays as it is."""
-    whole: Any = record
-    is_mapping, rows = isinstance(whole, dict), dict[str, Any]()
-    for name in whole if is_mapping else map(attrgetter("name"), fields(whole)):
-        value = whole[name] if is_mapping else getattr(whole, name)
-        if isinstance(value, list) and not isinstance(index, slice):
-            rows[name] = list(map(value.__getitem__, index)) if value else []
-        elif isinstance(value, list | torch.Tensor):
-            rows[name] = value[index]
-        elif isinstance(value, dict):
-            rows[name] = rows_of(value, index)
-        else:
-            rows[name] = value.rows(index) if hasattr(value, "rows") else value
-    return cast(T, rows if is_mapping else type(whole)(**rows))
+    if isinstance(record, dict):
+        return cast(T, {name: _rows_of_column(value, index) for name, value in record.items()})
+    columns: Any = [_rows_of_column(value, index) for value in _columns(record)]
+    return type(record)(*columns)
+
+
+def _rows_of_column(value: Any, index: Any) -> Any:
+    if isinstance(value, list) and not isinstance(index, slice):
+        return list(map(value.__getitem__, index)) if value else []
+    if isinstance(value, list | torch.Tensor):
+        return value[index]
+    if isinstance(value, dict):
+        return rows_of(value, index)
+    return value.rows(index) if hasattr(value, "rows") else value
 
 
 def joined(parts: Sequence[T]) -> T:
@@ -135,13 +135,9 @@ class PromptSet:
         return len(self.token_ids)
 
     def batch(self, indices: Sequence[int], episodes: Sequence[int], pad_id: int) -> PromptBatch:
-        """B prompts, left-padded to the longest of them.
-
-        Args:
-            indices: [B] positions in this set; may repeat.
-            episodes: [B] numbers of the samples within the run.
-            pad_id: id in padded places; any valid id works, since they are masked.
-        """
+        """The prompts at ``indices`` [B], which may repeat, as the samples ``episodes`` [B] of the
+        run, left-padded with ``pad_id`` to the longest of them; any valid id works, since it is
+        masked."""
         rows = self.rows(indices)
         tokens, mask = padded_left(rows.token_ids, pad_id)
         return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
@@ -166,28 +162,17 @@ class PromptSet:
 
 def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, [B, Q] each, padded on the left to the longest of B rows."""
-    width = max(map(len, rows), default=0)
-    filled = list[list[int]]()
-    for row in rows:
-        filled.append([fill] * (width - len(row)) + list(row))
     lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
+    width = max(map(len, rows), default=0)
+    filled = [[fill] * (width - len(row)) + list(row) for row in rows]
     return torch.tensor(filled, dtype=torch.int64).reshape(len(rows), width), (
         torch.arange(width)[None, :] >= width - lengths[:, None])
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
-    """Indices of the prompts at positions ``start`` to ``start + count - 1`` of the endless order.
-
-    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in the order
-    of their source or, shuffled, in a permutation that depends on (seed, epoch) alone.
-
-    Args:
-        start: first position, at least 0: the number of prompts used before.
-        count: number of positions; may span several epochs.
-        n: size of the prompt set, at least 1.
-        seed: at least 0.
-        shuffle: use a new permutation in each epoch.
-    """
+    """Indices of the ``count`` prompts from position ``start`` on of the endless order. Position p
+    belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in the order of their
+    source or, with ``shuffle``, in a permutation that depends on (seed, epoch) alone."""
     indices: list[int] = []
     end = start + count
     for epoch in range(start // n, -(-end // n)):

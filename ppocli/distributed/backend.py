@@ -246,9 +246,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
     others."""
-    copies = []
-    for one in tensors[:-1]:
-        copies.append(one.to("cpu", non_blocking=True))
+    copies = [one.to("cpu", non_blocking=True) for one in tensors[:-1]]
     return [*copies, tensors[-1].cpu()]
 
 
@@ -257,6 +255,15 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
 # A pass that doesn't fit is repeated with half the rows. Results don't depend on it, up to
 # rounding: random numbers of a sample are a function of its place in the run, and an update's
 # gradient is summed over its micro-batches.
+
+def _memory_text(error: Exception) -> str:
+    """What an error says of memory that ran out on all ranks alike; raises any other."""
+    if isinstance(error, OutOfMemoryError) and not error.alone:
+        return error.what
+    if not isinstance(error, OutOfMemoryError) and is_out_of_memory(error):
+        return ""
+    raise error
+
 
 @dataclass(slots=True)
 class PassRows:
@@ -286,32 +293,23 @@ class PassRows:
 
     def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:
-        """Run ``work``, and again with half the rows on all ranks whenever memory runs out on one
-        of them; return its result. All ranks call it in step.
-
-        Args:
-            phase: of :attr:`keys`; ``work`` takes its number of rows from :meth:`limit`.
-            configured: rows of a pass as the configuration has it, the same on all ranks.
-            tokens: of the longest sample, for the message.
-            in_step: whether passes gather weights from all ranks, and so can't be repeated.
+        """What ``work`` returns, which takes its number of rows from :meth:`limit`: run again with
+        half of the ``configured`` rows on all ranks whenever memory runs out on one of them. All
+        ranks call it in step. ``tokens`` are those of the longest sample, for the message;
+        ``in_step`` says that passes gather weights from all ranks, and so can't be repeated.
 
         Raises:
             OutOfMemoryError: one row is too much; or as :meth:`once`.
             PpocliError: what ``work`` raised on some rank, on all ranks.
         """
         while True:
-            rows, text = self.limit(phase, configured), ""
+            rows = self.limit(phase, configured)
             try:
                 return self.backend.ranks.all_do(
                     partial(self.once, phase, rows, tokens, work) if in_step else work,
                     f"{phase} of {counted(rows, 'row')} at once")
-            except OutOfMemoryError as error:
-                if error.alone:
-                    raise
-                text = error.what
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
+            except (OutOfMemoryError, RuntimeError) as error:
+                text = _memory_text(error)
             # out of the handler, or the exception would keep the tensors of the pass
             self.shrink(phase, rows, tokens, text)
 
@@ -330,7 +328,7 @@ class PassRows:
         if self.backend.device.type != "cpu":
             torch.get_device_module(self.backend.device).empty_cache()
 
-    def once(self, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
+    def once(self, phase: str, configured: int, tokens: int, work: Callable[[], T]) -> T:
         """Run ``work``, whose passes all ranks make together, and return its result. A rank that
         runs out of memory leaves the others inside a pass, so that all ranks have to start again.
 
@@ -342,6 +340,7 @@ class PassRows:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+        rows = self.limit(phase, configured)
         if rows == 1:
             raise self._too_much("out of memory with 1 row a pass", tokens, alone=True)
         key = self.keys[phase]

@@ -198,11 +198,8 @@ Rows = list[dict[str, Any]]
 
 def finite_figures(row: dict[str, Any]) -> dict[str, float]:
     """The finite numbers among a row's values, without ``step``."""
-    figures = dict[str, float]()
-    for name, value in row.items():
-        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-            figures[name] = value
-    return figures
+    return {name: value for name, value in row.items() if name != "step"
+            and isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def cause_of(error: BaseException) -> str:
@@ -244,9 +241,8 @@ class EventFiles:
         """One step's figures; ``step`` among them."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = list[Any]()
-        for name, value in finite_figures(row).items():
-            values.append(Summary.Value(tag=name, simple_value=value))
+        values = [Summary.Value(tag=name, simple_value=value)
+                  for name, value in finite_figures(row).items()]
         self._write(step=row["step"], summary=Summary(value=values))
 
     def samples(self, step: int, samples: Rows) -> None:

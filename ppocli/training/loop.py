@@ -160,14 +160,13 @@ def learn(run: Run, batch: Any) -> None:
     after = replace(state, step=step, episodes=state.episodes + len(batch),
                     updates=state.updates + result.updates, nonfinite=result.nonfinite,
                     task=finished.state, tensors=finished.tensors)
-    tokens = {**finished.tokens, "optimize": result.tokens}
-    row = {**after.counters(), **finished.row, **task.passes.figures()}
     if task.cfg.tracking.log_rollouts:
         rows = task.sample_rows(batch, step)
         task.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
     run.clock.mark("other")
-    spent = run.clock.take()
-    row |= spent.figures(tokens) | {"memory/peak_mib": task.backend.peak_memory_mib()}
+    spent, tokens = run.clock.take(), {**finished.tokens, "optimize": result.tokens}
+    row = {**after.counters(), **finished.row, **task.passes.figures(), **spent.figures(tokens),
+           "memory/peak_mib": task.backend.peak_memory_mib()}
     commit(run, replace(after.book(spent, tokens), pending=row))
     run.intact = True
 
@@ -287,11 +286,7 @@ def save(run: Run) -> None:
 
 
 def check_place(run: Run) -> None:
-    """Make sure that the run's folder is still where it was.
-
-    Raises:
-        RunGoneError: it isn't, or another one is.
-    """
+    """Raise a RunGoneError unless the run's folder is still where it was."""
     with suppress(OSError):
         if os.path.samestat(run.place, run.folder.path.stat()):
             return
