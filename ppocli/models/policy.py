@@ -174,12 +174,8 @@ class Policy(nn.Module):
 
     def values(self, batch: SequenceBatch, hidden: torch.Tensor | None,
                shared: list[torch.Tensor]) -> torch.Tensor | None:
-        """[N] values of the batch's response tokens, fp32.
-
-        Args:
-            hidden, shared: what :meth:`trunk` returned for this batch; None and nothing will do
-                where the value function runs :attr:`values_apart`.
-        """
+        """[N] values of the batch's response tokens, fp32, from what :meth:`trunk` returned for it;
+        None and nothing will do where the value function runs :attr:`values_apart`."""
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
@@ -190,16 +186,11 @@ class Policy(nn.Module):
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
                 value_only: bool = False, want_values: bool = True,
                 reference: OtherHead | None = None, all_rows: bool = False) -> TokenFigures:
-        """Logprobs, values and (on demand) entropies of the batch's response tokens.
-
-        Args:
-            reference: what it makes of them, for the KL over the whole vocabulary.
-            value_only: train nothing but the value function (critic warm-up): logprobs and the
-                policy's hidden states carry no gradient.
-            want_values: run the value function, where there is one.
-            all_rows: probabilities are of all rows of the output embedding, also those that stand
-                for no token.
-        """
+        """Logprobs, values and (on demand) entropies of the batch's response tokens, and the KL to
+        the ``reference`` over the whole vocabulary. With ``value_only`` nothing but the value
+        function trains: logprobs and the policy's hidden states carry no gradient. With
+        ``all_rows`` probabilities are of all rows of the output embedding, also those that stand
+        for no token."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             figures = token_logprobs(

@@ -127,23 +127,25 @@ def _roomy_layer() -> Any:
 
 
 def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
-    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room.
-
-    They are kept in the type of attention's products: under autocast all of them would else be
-    rounded anew for every token.
-    """
-    count, end = held.shape[2], held.shape[2] + new.shape[2]
-    room = getattr(held, _ROOM, None)
+    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room."""
+    end, room = held.shape[2] + new.shape[2], getattr(held, _ROOM, None)
     if room is None or room.shape[2] < end:
-        kind = new.device.type
-        dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
-                 and new.dtype == torch.float32 else new.dtype)
-        # rows that took others' places may go on for longer than was thought
-        width = min(end + ROOM - 1, most) if end <= most else end + ROOM - 1
-        room = new.new_zeros(*new.shape[:2], width, new.shape[3], dtype=dtype)
-        room[:, :, :count] = held
-    room[:, :, count:end] = new
+        room = _more_room(held, new, end, most)
+    room[:, :, held.shape[2]:end] = new
     return _part_of(room, end)
+
+
+def _more_room(held: torch.Tensor, new: torch.Tensor, end: int, most: int) -> torch.Tensor:
+    """The states that are held with room for ``end`` and a few more, in the type of attention's
+    products: under autocast all of them would else be rounded anew for every token."""
+    kind = new.device.type
+    dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
+             and new.dtype == torch.float32 else new.dtype)
+    # rows that took others' places may go on for longer than was thought
+    width = min(end + ROOM - 1, most) if end <= most else end + ROOM - 1
+    room = new.new_zeros(*new.shape[:2], width, new.shape[3], dtype=dtype)
+    room[:, :, :held.shape[2]] = held
+    return room
 
 
 def _part_of(room: torch.Tensor, end: int) -> torch.Tensor:
@@ -184,11 +186,8 @@ def room_of(states: torch.Tensor) -> torch.Tensor | None:
 
 
 def give_room(cache: Any, most: int) -> Any:
-    """Transformers' cache, empty or not, with such layers in place of its plain ones.
-
-    Args:
-        most: tokens of a row that it will hold at the end.
-    """
+    """Transformers' cache, empty or not, with such layers in place of its plain ones, for rows that
+    it will hold at most so many tokens of at the end."""
     from transformers.cache_utils import DynamicLayer
 
     for i, layer in enumerate(cache.layers):

@@ -149,28 +149,19 @@ class Samples:
 
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,
                 decoder_start: int | None) -> Samples:
-    """Samples with one response after each prompt.
-
-    Args:
-        prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        decoder_start: the token that a decoder beside an encoder starts from; None for a causal LM.
-    """
-    sequences = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
-                                       decoder_start)
-    frozen_states = None
+    """Samples with one response after each prompt, as :meth:`Sequences.of_responses`."""
+    sequences, states = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
+                                               decoder_start), None
     if out.frozen_states is not None:
         starts = prompt_tokens.shape[1] - prompt_mask.sum(1)
-        frozen_states = [states[start:start + length - 1] for states, start, length in zip(
+        states = [row[start:start + length - 1] for row, start, length in zip(
             out.frozen_states, starts.tolist(), sequences.lengths.tolist(), strict=True)]
-    return Samples(sequences, out.logprobs, out.values, out.finished, frozen_states)
+    return Samples(sequences, out.logprobs, out.values, out.finished, states)
 
 
 def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     """[B] lists from right-padded [B, R] tensors."""
-    rows: list[list[int]] = tokens.tolist()
-    for i, count in enumerate(mask.sum(1).tolist()):
-        rows[i] = rows[i][:count]
-    return rows
+    return [row[:count] for row, count in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
 
 
 def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
@@ -234,32 +225,20 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
 
 def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -> list[str]:
     """As :func:`decode_responses`, untrimmed."""
-    if not responses:
-        return []
-    rows: list[list[int]] = []
-    for prompt_row, response_row in zip(prompt_ids, responses, strict=True):
-        rows += [*prompt_row, *response_row], [*prompt_row]
-    decoded = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    texts = []
-    for whole, prompt, ids in zip(decoded[::2], decoded[1::2], responses, strict=True):
-        texts.append(whole[len(prompt):] if whole.startswith(prompt) else
-                     tokenizer.decode(list(ids), skip_special_tokens=True))
-    return texts
+    rows = [[*prompt, *response] for prompt, response in zip(prompt_ids, responses, strict=True)]
+    whole, prompts = (tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+                      for ids in (rows, list(map(list, prompt_ids))))
+    return [text[len(prompt):] if text.startswith(prompt) else
+            tokenizer.decode(list(ids), skip_special_tokens=True)
+            for text, prompt, ids in zip(whole, prompts, responses, strict=True)]
 
 
 def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor
                       ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample by inverting the cumulative distribution in two levels (blocks, then inside one).
-
-    One exponential pass over the vocabulary, no sort and no softmax; -inf logits are never drawn.
-
-    Args:
-        logits: [b, V] fp32, at least one finite entry a row.
-        uniform: [b] in (0, 1).
-
-    Returns:
-        token ids [b] int64, and [b] fp32 the logarithm of the sum of the logits' exponentials.
-    """
+    """Sample by inverting the cumulative distribution in two levels (blocks, then inside one):
+    token ids [b] int64, and [b] fp32 the logarithm of the sum of the logits' exponentials, of fp32
+    logits [b, V] with at least one finite entry a row and ``uniform`` [b] in (0, 1). One
+    exponential pass over the vocabulary, no sort and no softmax; -inf logits are never drawn."""
     rows, vocabulary = logits.shape
     num_blocks = -(-vocabulary // BLOCK)
     most = logits.amax(-1, keepdim=True)
@@ -335,19 +314,10 @@ def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_
 def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
            position: torch.Tensor, stops: torch.Tensor, seen: torch.Tensor | None = None
            ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
-
-    Args:
-        logits: [b, V] raw logits.
-        uniform: [b] in (0, 1).
-        position: [b] number of response tokens already there.
-        stops: ``spec.stop_ids`` on the logits' device.
-        seen: [b, V] bool, true for the tokens that ``spec.repetition_penalty`` makes less likely;
-            None without a penalty.
-
-    Returns:
-        tokens [b] int64 and logprobs [b] fp32.
-    """
+    """Next tokens [b] int64 and their logprobs [b] fp32 under softmax(logits / temperature), before
+    any restriction, from raw logits [b, V] and ``uniform`` [b] in (0, 1) where ``position`` [b]
+    tokens are there already. ``stops`` are the ``spec.stop_ids`` on the device; ``seen`` [b, V]
+    bool, None without a penalty, the tokens that ``spec.repetition_penalty`` makes less likely."""
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
