@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -27,20 +28,19 @@ def rows_of(record: T, index: Any) -> T:
     """The rows of a record, or of a mapping, at ``index`` (a slice, or a list or a tensor of
     places): those of its tensors, lists and mappings, and of the records in it. A column of
     another kind, such as a tuple, describes the whole record and stays as it is."""
-    if isinstance(record, dict):
-        return cast(T, {name: _rows_of_column(value, index) for name, value in record.items()})
-    columns: Any = [_rows_of_column(value, index) for value in _columns(record)]
-    return type(record)(*columns)
-
-
-def _rows_of_column(value: Any, index: Any) -> Any:
-    if isinstance(value, list) and not isinstance(index, slice):
-        return list(map(value.__getitem__, index)) if value else []
-    if isinstance(value, list | torch.Tensor):
-        return value[index]
-    if isinstance(value, dict):
-        return rows_of(value, index)
-    return value.rows(index) if hasattr(value, "rows") else value
+    whole: Any = record
+    is_mapping, rows = isinstance(whole, dict), dict[str, Any]()
+    for name in whole if is_mapping else map(attrgetter("name"), fields(whole)):
+        value = whole[name] if is_mapping else getattr(whole, name)
+        if isinstance(value, list) and not isinstance(index, slice):
+            rows[name] = list(map(value.__getitem__, index)) if value else []
+        elif isinstance(value, list | torch.Tensor):
+            rows[name] = value[index]
+        elif isinstance(value, dict):
+            rows[name] = rows_of(value, index)
+        else:
+            rows[name] = value.rows(index) if hasattr(value, "rows") else value
+    return cast(T, rows if is_mapping else type(whole)(**rows))
 
 
 def joined(parts: Sequence[T]) -> T:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -246,7 +247,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
     others."""
-    copies = [one.to("cpu", non_blocking=True) for one in tensors[:-1]]
+    copies = list(map(methodcaller("to", "cpu", non_blocking=True), tensors[:-1]))
     return [*copies, tensors[-1].cpu()]
 
 

@@ -151,16 +151,20 @@ class HeadWeights(NamedTuple):
                              bias=None if self.bias is None else self.bias.detach())
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
-        """The same in another type. In half precision on a GPU zeros fill it up to a multiple of 8
-        rows: for other numbers, such as the 50257 of GPT-2, cuBLAS takes kernels of older GPUs."""
-        fill = -len(self.weight) % ALIGNED
-        if fill and self.weight.device.type != "cpu" and dtype.itemsize == 2:
-            weight = self.weight.new_empty(len(self.weight) + fill, self.weight.shape[1],
-                                           dtype=dtype)
-            weight[:-fill], weight[-fill:] = self.weight.detach(), 0
-            return self._replace(weight=weight, spare=self.spare + fill,
-                                 bias=None if self.bias is None else self.bias.to(dtype))
+        """The same in another type; see :meth:`_filled`."""
+        if self.weight.device.type != "cpu" and dtype.itemsize == 2 and len(self.weight) % ALIGNED:
+            return self._filled(dtype)
         return self._replace(weight=self.weight.to(dtype),
+                             bias=None if self.bias is None else self.bias.to(dtype))
+
+    def _filled(self, dtype: torch.dtype) -> HeadWeights:
+        """The same in half precision, filled up with zeros to a multiple of 8 rows: for other
+        numbers, such as the 50257 of GPT-2, cuBLAS takes kernels of older GPUs."""
+        count, width = self.weight.shape
+        fill = -count % ALIGNED
+        weight = self.weight.new_empty(count + fill, width, dtype=dtype)
+        weight[:count], weight[count:] = self.weight.detach(), 0
+        return self._replace(weight=weight, spare=self.spare + fill,
                              bias=None if self.bias is None else self.bias.to(dtype))
 
     def products(self, hidden: torch.Tensor) -> torch.Tensor:

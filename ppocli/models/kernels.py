@@ -320,12 +320,14 @@ def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Passes in ``dtype`` without gradients meanwhile take routed weights from a copy in oneDNN's
     own order, which products of few rows, as in decoding, gain most from. It holds the weights a
     second time; of a model where that would be more than ``PACKED_BYTES`` none is made."""
-    # weights in fewer bits compute in ``dtype`` only where autocast is on
-    layers: list[Any] = [part for part in module.modules() if isinstance(part, _Routed)
-                         and part.weight.dtype in (torch.float32, dtype)
-                         and part.weight.device.type == "cpu"]
-    if sum(layer.weight.numel() for layer in layers) * dtype.itemsize > PACKED_BYTES:
-        layers = []
+    layers, size = list[Any](), 0
+    for part in module.modules():
+        # weights in fewer bits compute in ``dtype`` only where autocast is on
+        if isinstance(part, _Routed) and part.weight.dtype in (torch.float32, dtype) and (
+                part.weight.device.type == "cpu"):
+            layers.append(part)
+            size += part.weight.numel() * dtype.itemsize
+    layers = layers if size <= PACKED_BYTES else []
     try:
         for layer in layers:
             # in one expression: a name would hold the last layer's, the largest, meanwhile

@@ -153,8 +153,9 @@ class SequenceBatch:
 
     def to(self, device: torch.device) -> SequenceBatch:
         """The same batch on ``device``."""
-        if self.tokens.device == device:
-            return self
+        return self if self.tokens.device == device else self._moved(device)
+
+    def _moved(self, device: torch.device) -> SequenceBatch:
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.packing is not None:
             values["packing"] = Packing(*self.packing[:2], *(

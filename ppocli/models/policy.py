@@ -5,7 +5,7 @@ adapter on the policy's frozen base, or a whole second model."""
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -227,12 +227,12 @@ class CopyReference:
     """whether it lies in host memory while it isn't"""
     split: SplitPoint | None = None
 
-    @contextmanager
-    def view(self, policy_lm: Any) -> Iterator[Any]:
+    def view(self, policy_lm: Any) -> AbstractContextManager[Any]:
         """As :class:`Reference`."""
-        if not self.offload:
-            yield self.lm
-            return
+        return self._moved() if self.offload else nullcontext(self.lm)
+
+    @contextmanager
+    def _moved(self) -> Iterator[Any]:
         on_device = {name: tensor.data.to(self.device, non_blocking=True) for name, tensor in
                      (*self.lm.named_parameters(), *self.lm.named_buffers())}
         with swapped_tensors(self.lm, on_device):

@@ -128,25 +128,19 @@ def _roomy_layer() -> Any:
 
 
 def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
-    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room."""
-    end, room = held.shape[2] + new.shape[2], getattr(held, _ROOM, None)
+    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room; in
+    the type of attention's products: under autocast all would else be rounded anew each time."""
+    count, end, room = held.shape[2], held.shape[2] + new.shape[2], getattr(held, _ROOM, None)
     if room is None or room.shape[2] < end:
-        room = _more_room(held, new, end, most)
-    room[:, :, held.shape[2]:end] = new
+        kind = new.device.type
+        dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
+                 and new.dtype == torch.float32 else new.dtype)
+        # rows that took others' places may go on for longer than was thought
+        width = min(end + ROOM - 1, most) if end <= most else end + ROOM - 1
+        room = new.new_zeros(*new.shape[:2], width, new.shape[3], dtype=dtype)
+        room[:, :, :count] = held
+    room[:, :, count:end] = new
     return _part_of(room, end)
-
-
-def _more_room(held: torch.Tensor, new: torch.Tensor, end: int, most: int) -> torch.Tensor:
-    """The states that are held with room for ``end`` and a few more, in the type of attention's
-    products: under autocast all of them would else be rounded anew for every token."""
-    kind = new.device.type
-    dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
-             and new.dtype == torch.float32 else new.dtype)
-    # rows that took others' places may go on for longer than was thought
-    width = min(end + ROOM - 1, most) if end <= most else end + ROOM - 1
-    room = new.new_zeros(*new.shape[:2], width, new.shape[3], dtype=dtype)
-    room[:, :, :held.shape[2]] = held
-    return room
 
 
 def _part_of(room: torch.Tensor, end: int) -> torch.Tensor:

@@ -168,13 +168,17 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.T
         penalties["short"] = (full * (reward.min_response_penalty or 0.0)).masked_fill(
             lengths >= reward.min_response_length, math.nan)
     if reward.overlong_buffer is not None:
-        # of an episode, all that follows the prompt
-        token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
-            if rollout.extras.episodes else lengths
-        penalties["overlong"] = losses.overlong_penalties(
-            token_counts, longest=tasks.longest_rollout(cfg), buffer=reward.overlong_buffer,
-            factor=1.0 if reward.overlong_penalty is None else reward.overlong_penalty)
+        penalties["overlong"] = _overlong_penalties(rollout, cfg, reward.overlong_buffer)
     return penalties
+
+
+def _overlong_penalties(rollout: Rollout, cfg: schema.TrainConfig, buffer: int) -> torch.Tensor:
+    # of an episode, all that follows the prompt
+    token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
+        if rollout.extras.episodes else rollout.sequences.mask.sum(1)
+    return losses.overlong_penalties(
+        token_counts, longest=tasks.longest_rollout(cfg), buffer=buffer,
+        factor=1.0 if cfg.reward.overlong_penalty is None else cfg.reward.overlong_penalty)
 
 
 def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
@@ -307,22 +311,31 @@ def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch
 def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,
                step: int) -> PPOState:
     """The state after ``step``: with the scores in the moments, the next KL coefficient, and the
-    end of value pretraining where ``ppo.value_pretrain_until`` is reached or the steps are made."""
-    ppo = cfg.ppo
+    end of value pretraining."""
     after = state if cfg.reward.scale == "none" else update_moments(state, rollout, cfg)
-    if ppo.kl_controller == "adaptive":
-        tokens = float(rollout.sequences.mask.sum()) / len(rollout)
-        after = replace(after, kl_coef=losses.adapt_kl_coef(
-            state.kl_coef, rollout.sequence_kl, target=ppo.target, horizon=ppo.horizon,
-            num_samples=len(rollout), rounding=losses.ROUNDING * tokens))
-    if not learnt.extras.pretrains:
-        return after
+    if cfg.ppo.kl_controller == "adaptive":
+        after = replace(after, kl_coef=_next_kl_coef(state.kl_coef, rollout, cfg.ppo))
+    return _with_end_of_pretraining(after, learnt, cfg.ppo, step) if learnt.extras.pretrains \
+        else after
+
+
+def _next_kl_coef(coef: float, rollout: Rollout, ppo: schema.PPOConfig) -> float:
+    tokens = float(rollout.sequences.mask.sum()) / len(rollout)
+    return losses.adapt_kl_coef(
+        coef, rollout.sequence_kl, target=ppo.target, horizon=ppo.horizon,
+        num_samples=len(rollout), rounding=losses.ROUNDING * tokens)
+
+
+def _with_end_of_pretraining(state: PPOState, learnt: Experience, ppo: schema.PPOConfig, step: int
+                             ) -> PPOState:
+    """The state after a step of value pretraining, which ends where ``ppo.value_pretrain_until`` is
+    reached or the steps are made."""
     explained, until = explained_variance(learnt), ppo.value_pretrain_until
     if (until is None or not explained >= until) and step < ppo.value_pretrain_steps:
-        return after
+        return state
     log.info("value pretraining ends with step %d: the value function explains %.3f of the "
              "variance of the returns; the policy trains from the next step on", step, explained)
-    return replace(after, pretrained_at=step)
+    return replace(state, pretrained_at=step)
 
 
 def explained_variance(experience: Experience) -> float:

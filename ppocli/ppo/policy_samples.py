@@ -100,11 +100,11 @@ def sample_policy(session: EvalSession, context: StepContext, policy: Policy, pr
         OutOfMemoryError: there is no room for one response.
         ConfigError: a sampler of the user's own chose an id without a token.
     """
-    vocabulary = vocabulary_of(policy.eval().lm)
+    vocabulary, split = vocabulary_of(policy.eval().lm), policy.split
+    if split is not None and not (stream == ROLLOUT and _keeps_states(session, prompts, spec)):
+        split = None
     model = GenerationModel(
-        policy.lm, policy.value_head if policy.values_while_decoding else None,
-        policy.split if stream == ROLLOUT and _keeps_states(session, policy, prompts, spec)
-        else None)
+        policy.lm, policy.value_head if policy.values_while_decoding else None, split)
     for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
                              context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                              chunk=size or session.chunk_size):
@@ -114,16 +114,15 @@ def sample_policy(session: EvalSession, context: StepContext, policy: Policy, pr
         yield out
 
 
-def _keeps_states(session: EvalSession, policy: Policy, prompts: PromptBatch, spec: SamplingSpec
-                  ) -> bool:
+def _keeps_states(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec) -> bool:
     """Whether decoding keeps what enters the policy's lowest layer that trains."""
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
-    if policy.split is None or not session.from_decode or session.backend.precision != "fp32":
+    if not session.from_decode or session.backend.precision != "fp32":
         return False
     tokens = prompts.tokens.shape[1] + spec.max_new_tokens
-    width = policy.lm.get_input_embeddings().weight.shape[-1]
-    most: int = session.frozen_states_bytes // 2
-    return 4 * session.cfg.ppo.num_rollouts * tokens * width <= most
+    width = session.policy.lm.get_input_embeddings().weight.shape[-1]
+    return bool(4 * session.cfg.ppo.num_rollouts * tokens * width
+                <= session.frozen_states_bytes // 2)
 
 
 def _unusable(session: EvalSession, logprobs: torch.Tensor, absent: torch.Tensor

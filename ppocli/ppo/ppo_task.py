@@ -168,13 +168,12 @@ class PPOTask(task.Task):
             after = replace(after, rate=self._next_rate(state, before.rate, moved, result))
         if self.session.examples is not None:
             after = replace(after, mixed_in=before.mixed_in + examples_of(cfg.ppo, len(batch)))
-        tokens = int(batch.sequences.mask.sum())
-        if extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
+        tokens = extras.sampled_tokens or int(batch.sequences.mask.sum())
+        if extras.sampled:
+            after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
+        elif extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
             tokens += (rollout_sources.response_tokens(extras.waiting)
                        - rollout_sources.response_tokens(state.tensors))
-        if extras.sampled:
-            tokens = extras.sampled_tokens
-            after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
         after, warnings = step_metrics.watch(self.session, batch, after, row, state)
         if gap := step_metrics.decoding_gap(self.session, result):
             after, warnings = replace(after, decoding_differs=True), [*warnings, gap]

@@ -207,11 +207,8 @@ def measure(session: EvalSession, context: StepContext, policy: Policy, out: Sam
             options: PassOptions) -> dict[str, Any]:
     """Forward passes over B samples of the policy, as the sampler's ``acting`` yields it, and the
     reference: by the names of :class:`Rollout`, on the CPU, ``ref_logprobs`` and ``kl`` [B, R] and
-    what else is wanted. All ranks call it in step.
-
-    Raises:
-        OutOfMemoryError: there is no room for one sample.
-    """
+    what else is wanted. All ranks call it in step; an OutOfMemoryError where one sample is too
+    much."""
     rows = min(session.forward_rows, len(out))
     return session.passes.retry(
         options.phase, rows, int(out.sequences.spans.max()),
@@ -340,12 +337,9 @@ def _on_tokens(rows: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Ten
 
 def of_all_ranks(session: Session, parts: Sequence[Rollout], clock: PhaseClock) -> Rollout:
     """The samples of all ranks, from this rank's, of which there may be none, in the order of their
-    episodes. All ranks call it in step.
-
-    Raises:
-        ConfigError: ratios to the sampler's logprobs are needed, and it computes none.
-    """
-    whole = Rollout.joined(parts) if session.backend.ranks.world == 1 else _gathered(
+    episodes. All ranks call it in step. A ConfigError where ratios to the sampler's logprobs are
+    needed, and it computes none."""
+    whole = parts[0] if len(parts) == 1 and session.backend.ranks.world == 1 else _gathered(
         session, parts, clock)
     if session.corrects or session.cfg.ppo.old_logprobs == "sampler":
         _check_sampler_logprobs(session, whole)
@@ -353,11 +347,14 @@ def of_all_ranks(session: Session, parts: Sequence[Rollout], clock: PhaseClock) 
 
 
 def _gathered(session: Session, parts: Sequence[Rollout], clock: PhaseClock) -> Rollout:
-    """As :func:`of_all_ranks`, of several."""
-    shares = session.backend.ranks.gather(Rollout.joined(parts) if parts else None)
-    whole = Rollout.joined([part for part in shares if part is not None])
-    whole = whole.rows(sorted(range(len(whole)), key=whole.prompts.episodes.__getitem__))
-    clock.mark("gather")
+    """As :func:`of_all_ranks`, of several ranks or parts."""
+    whole = Rollout.joined(parts) if parts else None
+    if session.backend.ranks.world > 1:
+        shares = session.backend.ranks.gather(whole)
+        whole = Rollout.joined([part for part in shares if part is not None])
+        whole = whole.rows(sorted(range(len(whole)), key=whole.prompts.episodes.__getitem__))
+        clock.mark("gather")
+    assert whole is not None
     return whole
 
 

@@ -241,9 +241,10 @@ class EventFiles:
         """One step's figures; ``step`` among them."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value)
-                  for name, value in finite_figures(row).items()]
-        self._write(step=row["step"], summary=Summary(value=values))
+        summary = Summary()
+        for name, value in finite_figures(row).items():
+            summary.value.add(tag=name, simple_value=value)
+        self._write(step=row["step"], summary=summary)
 
     def samples(self, step: int, samples: Rows) -> None:
         """They are in samples.jsonl; TensorBoard has no tables."""

@@ -158,21 +158,22 @@ class DecodeSampler:
         self.records = (setup.backend.device.type in token_graph.DEVICES
                         and setup.cfg.hardware.cuda_graphs and setup.cfg.reward.overlap != "always")
 
+    def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
+        """As :class:`Sampler`."""
+        return nullcontext(policy) if self.setup.backend.zero_stage < 3 else self._gathered(policy)
+
     @contextmanager
-    def acting(self, policy: Policy) -> Iterator[Policy]:
-        """As :class:`Sampler`. Under ZeRO 3 all weights are put together; or, without
+    def _gathered(self, policy: Policy) -> Iterator[Policy]:
+        """As :meth:`acting`, under ZeRO 3: all weights are put together; or, without
         ``hardware.gather_for_generation``, those of the heads, and passes gather the layers one by
         one."""
-        setup = self.setup
-        if setup.backend.zero_stage < 3:
-            yield policy
-        elif tasks.whole_while_acting(setup.cfg):
+        if tasks.whole_while_acting(self.setup.cfg):
             with gathered_policy(policy) as whole:
                 yield whole
-        else:
-            head = policy.value_head
-            with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
-                yield policy
+            return
+        head = policy.value_head
+        with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
+            yield policy
 
     def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
@@ -218,14 +219,9 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
     """Sample one response per prompt [B, Q], padding on the left, by our own loop or transformers',
     whichever is right for the model (:func:`ppocli.sampling.decoding.try_decoding`). Row i, column
     t of ``uniform``, a [B, max_new_tokens] array in (0, 1), decides token t of row i; ``limits``
-    [B] are the most tokens of each response, at least 1; ``at_once`` the most rows that are decoded
-    together (default: all).
-
-    Yields:
-        the responses to the next ``chunk`` prompts (default: all) as soon as these have all ended,
-        in their order, while later ones are still to be decoded; each R = its longest response (at
-        least 1).
-    """
+    [B] are the most tokens of each response; ``at_once`` the most rows that are decoded together.
+    Yields the responses to the next ``chunk`` prompts (default: all) as soon as these have all
+    ended, while later ones are still to be decoded; each R = its longest response (at least 1)."""
     count, method = len(prompt_tokens), trunk.decoding_of(decoder.lm)
     loop = decode_in_steps if method is trunk.Decoding.STEPS else partial(
         decode_by_transformers, cached=method is trunk.Decoding.LIBRARY)
@@ -316,16 +312,13 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
     while done < len(prompts):
         rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
         rows = passes.limit(phase, most)
-        made = sampler.sample(rest, spec, stream, model, stop, at_once=rows, chunk=chunk)
         try:
-            for samples in made:
+            for samples in sampler.sample(rest, spec, stream, model, stop, at_once=rows,
+                                          chunk=chunk):
                 yield samples
                 done += len(samples)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        else:
-            continue
-        # out of the handler, or the exception would keep the tensors of the pass
-        del made
-        passes.shrink(phase, rows, tokens)
+        if done < len(prompts):  # out of the handler: the exception would keep a pass's tensors
+            passes.shrink(phase, rows, tokens)

@@ -167,11 +167,7 @@ def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
                      spec: SamplingSpec) -> list[str]:
     """The responses as text: without special tokens, trimmed at the first stop sequence of ``spec``
-    that is complete no sooner than with its token ``min_new_tokens``.
-
-    A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
-    that mark words by a leading space would lose that space on a response decoded alone.
-    """
+    that is complete no sooner than with its token ``min_new_tokens``."""
     if not spec.stop_sequences:
         return _texts_behind(tokenizer, prompt_ids, responses)
     early = [max(spec.min_new_tokens - 1, 0)] * len(responses)
@@ -224,13 +220,17 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
 
 
 def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -> list[str]:
-    """As :func:`decode_responses`, untrimmed."""
-    rows = [[*prompt, *response] for prompt, response in zip(prompt_ids, responses, strict=True)]
-    whole, prompts = (tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-                      for ids in (rows, list(map(list, prompt_ids))))
-    return [text[len(prompt):] if text.startswith(prompt) else
-            tokenizer.decode(list(ids), skip_special_tokens=True)
-            for text, prompt, ids in zip(whole, prompts, responses, strict=True)]
+    """As :func:`decode_responses`, untrimmed. A response is decoded behind its prompt and the
+    prompt's text is taken off again: tokenizers that mark words by a leading space would lose that
+    space on a response decoded alone."""
+    rows, texts = list[list[int]](), list[str]()
+    for prompt_row, response_row in zip(prompt_ids, responses, strict=True):
+        rows += [*prompt_row, *response_row], [*prompt_row]
+    decoded = tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+    for whole, prompt, ids in zip(decoded[::2], decoded[1::2], responses, strict=True):
+        texts.append(whole[len(prompt):] if whole.startswith(prompt) else
+                     tokenizer.decode(list(ids), skip_special_tokens=True))
+    return texts
 
 
 def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor
@@ -346,13 +346,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, stream: int, episodes: Sequence[int], num_tokens: int) -> np.ndarray:
-    """[len(episodes), num_tokens] float64 in (0, 1), one number per sample and token position.
-
-    Args:
-        seed: the run's seed.
-        stream: ROLLOUT, EVALUATION, USER or LENGTHS; streams are independent.
-        episodes: number of each sample within its stream.
-    """
+    """[len(episodes), num_tokens] float64 in (0, 1), one number per token position of the samples
+    of these numbers within their stream: ROLLOUT, EVALUATION, USER or LENGTHS, which are
+    independent."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         root = _mix(np.array([seed], dtype=np.uint64) * golden + np.uint64(stream))

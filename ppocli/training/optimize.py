@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import add
+from operator import add, attrgetter
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -74,8 +74,8 @@ class Trained:
         """End an update after its last micro-batch, up to the question whether it is made: clip.
         Returns the gradient norm over all ranks before clipping, in fp32."""
         parameters = [each for each in self.module.parameters() if each.grad is not None]
-        gradients: list[Any] = [each.grad for each in parameters]
-        if {each.dtype for each in gradients} <= {torch.float32}:
+        gradients: list[Any] = list(map(attrgetter("grad"), parameters))
+        if set(map(attrgetter("dtype"), gradients)) <= {torch.float32}:
             norm = torch.nn.utils.get_total_norm(gradients)
         else:
             norm = torch.linalg.vector_norm(torch.stack([
@@ -286,15 +286,11 @@ def _merged(task: Task, terms: list[torch.Tensor]) -> torch.Tensor:
 
 def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
              ) -> tuple[Verdict, torch.Tensor, torch.Tensor, int]:
-    """The gradient of one update, by the ``number`` of its step and of the update within it, in
-    place of any before, up to the question whether it becomes a step; computed again in smaller
-    passes where memory doesn't suffice.
-
-    Returns:
-        the verdict, :attr:`Verdict.STEP` unless it had to be known before the last backward pass;
-        the terms [len(Task.terms)] and the gradient's norm of the whole update; and the tokens
-        computed on this rank.
-    """
+    """The gradient of one update, by the ``number`` of its step and of the update within it, up to
+    the question whether it becomes a step; computed again in smaller passes where memory doesn't
+    suffice. Returns the verdict, :attr:`Verdict.STEP` unless it had to be known before the last
+    backward pass; the terms [len(Task.terms)] and the gradient's norm of the whole update; and the
+    tokens computed on this rank."""
     passes, world = task.passes, task.backend.ranks.world
     work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
     if task.trained.dropouts:
