@@ -295,14 +295,10 @@ class PassRows:
     def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:
         """What ``work`` returns, which takes its number of rows from :meth:`limit`: run again with
-        half of the ``configured`` rows on all ranks whenever memory runs out on one of them. All
-        ranks call it in step. ``tokens`` are those of the longest sample, for the message;
-        ``in_step`` says that passes gather weights from all ranks, and so can't be repeated.
-
-        Raises:
-            OutOfMemoryError: one row is too much; or as :meth:`once`.
-            PpocliError: what ``work`` raised on some rank, on all ranks.
-        """
+        half of the ``configured`` rows on all ranks whenever memory runs out on one of them; an
+        OutOfMemoryError, which names the ``tokens`` of the longest sample, where that is one. All
+        ranks call it in step. ``in_step`` says that passes gather weights from all ranks, and so
+        can't be repeated (:meth:`once`)."""
         while True:
             rows = self.limit(phase, configured)
             try:

@@ -337,15 +337,11 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
 def score_reference(reference: Reference, view: Any, one: RowBatch, *, temperature: float,
                     of_policy: OtherHead | None = None, frozen_states: torch.Tensor | None = None,
                     split: stacks.SplitPoint | None = None) -> Scored:
-    """The reference's logprobs and states and, given the policy's, the KL over the whole
-    vocabulary.
-
-    Args:
-        view: the reference as a model, which may be run on another device than the policy.
-        of_policy: the policy's head may be what the view has put the reference's in the place of.
-        frozen_states: of the policy's pass. Where the reference is split as the policy is, it
-            starts from these; where they are not there, they are kept at ``split``.
-    """
+    """The reference's logprobs and states by its ``view`` as a model, which may be run on another
+    device, and the KL over the whole vocabulary, given the policy's states and its head, which the
+    view may have put the reference's in the place of. Where the reference is split as the policy
+    is, it starts from ``frozen_states`` of the policy's pass; where they are not there, they are
+    kept at ``split``."""
     batch = one.batch.to(view.get_output_embeddings().weight.device)
     lm = view if frozen_states is None or reference.split is None else (
         reference.split.resumed(view, frozen_states))

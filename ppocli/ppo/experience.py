@@ -183,16 +183,16 @@ def _overlong_penalties(rollout: Rollout, cfg: schema.TrainConfig, buffer: int) 
 
 def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What lands on the tokens, scaled and clipped scores less penalties: [B] for the last token,
-    and dense rewards [B, R] or None.
+    """What lands on the tokens: scaled and clipped scores less penalties, [B] for the last token,
+    and dense rewards [B, R], scaled and clipped entry by entry, or None.
 
     ``running`` divides by the running deviation (trlX ``scale_reward: running``), with
     ``reward.center`` after the running mean was taken off (TRL ``use_score_norm``); ``ref`` divides
     by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
-    it (trlX), penalties after both. Dense rewards are scaled and clipped entry by entry.
+    it (trlX), penalties after both.
     """
-    reward, dense = cfg.reward, rollout.extras.dense
-    std, mean, clip = 1.0, 0.0, math.inf if reward.clip is None else reward.clip
+    reward, dense, std, mean = cfg.reward, rollout.extras.dense, 1.0, 0.0
+    clip = math.inf if reward.clip is None else reward.clip
     before, after = (clip, math.inf) if reward.clip_first else (math.inf, clip)
     if reward.scale == "running":
         std, mean = state.moments.std, state.moments.mean if reward.center else 0.0
@@ -213,14 +213,14 @@ def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
                penalties: dict[str, torch.Tensor], *, replaces: bool
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores and dense rewards less penalties: those of responses that never ended or are too short
-    are subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, as torchtune's
-    ``reward_penalty`` and summarize-from-feedback, put in place of the score and of dense rewards,
-    the larger one if both apply."""
+    are subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, if one ``replaces``
+    them, as torchtune's ``reward_penalty`` and summarize-from-feedback, the larger one is put in
+    their place."""
     overlong = penalties.pop("overlong", None)
     if penalties:
         amounts = torch.stack(list(penalties.values()))  # [1 or 2, B], NaN where none applies
-        spared = amounts.isnan().all(0)
         if replaces:
+            spared = amounts.isnan().all(0)
             scores = torch.where(spared, scores, -amounts.nan_to_num(-math.inf).amax(0))
             dense = None if dense is None else dense * spared[:, None]
         else:

@@ -93,13 +93,9 @@ def generate_chunks(session: Session, context: StepContext, policy: Policy, spec
 def sample_policy(session: EvalSession, context: StepContext, policy: Policy, prompts: PromptBatch,
                   spec: SamplingSpec, stream: int, size: int = 0) -> Generator[Samples]:
     """One sample of the policy, as the sampler's ``acting`` yields it, per prompt, ``size`` (by
-    default ``chunk_size``) at a time. All ranks call it in step.
-
-    Raises:
-        DivergedError: the policy's probabilities are no longer finite.
-        OutOfMemoryError: there is no room for one response.
-        ConfigError: a sampler of the user's own chose an id without a token.
-    """
+    default ``chunk_size``) at a time. All ranks call it in step. A DivergedError where the policy's
+    probabilities are no longer finite, an OutOfMemoryError where there is no room for one response,
+    a ConfigError where a sampler of the user's own chose an id without a token."""
     vocabulary, split = vocabulary_of(policy.eval().lm), policy.split
     if split is not None and not (stream == ROLLOUT and _keeps_states(session, prompts, spec)):
         split = None

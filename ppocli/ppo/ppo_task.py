@@ -101,12 +101,9 @@ class PPOTask(task.Task):
             start + min((1 + cfg.ppo.staleness) * size, left))
 
     def plan(self, state: TrainState, batch: Rollout) -> task.Plan:
-        """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
-
-        Updates made = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped
-        ones and less what ``target_kl`` cuts off. A RewardError where too few samples have a valid
-        score.
-        """
+        """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches. Updates made
+        = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped ones and less
+        what ``target_kl`` cuts off. A RewardError where too few samples have a valid score."""
         if invalid := int((~batch.valid).sum()):
             check_invalid_share(invalid, len(batch),
                                 [one.error for one in batch.extras.episodes if one.error])

@@ -56,12 +56,9 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
                   progress: float = 0.0, pretrains: bool = False) -> Experience:
     """Token rewards, advantages and returns [B, R] of the samples with a valid score, with the KL
-    coefficient of ``state``, that before this rollout.
-
-    Args:
-        progress: 0 in the first step of the run, 1 in the last.
-        pretrains: the value function alone learns, from returns of lambda 1.
-    """
+    coefficient of ``state``, that before this rollout. ``progress`` is 0 in the first step of the
+    run, 1 in the last; if it ``pretrains``, the value function alone learns, from returns of lambda
+    1."""
     ppo, kept = cfg.ppo, rollout
     if not bool(rollout.valid.all()):
         kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())

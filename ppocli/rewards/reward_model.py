@@ -84,11 +84,8 @@ class SequenceReward:
     def logits(self, samples: list[str], prompts: list[str], responses: list[str],
                chats: Chats = None) -> torch.Tensor:
         """[N, labels] float32 on CPU: raw outputs of the model, a decoder's at the last attended
-        token.
-
-        Texts are sorted by length, so that batches have little padding; the order is restored.
-        Outputs don't depend on the batches (to 1e-5 in fp32).
-        """
+        token. Texts are sorted by length, so that batches have little padding; outputs are in their
+        order, and don't depend on the batches (to 1e-5 in fp32)."""
         encoded = self.reader.read(samples, prompts, responses, chats)
         ids = encoded["input_ids"]
         order = sorted(range(len(ids)), key=list(map(len, ids)).__getitem__)

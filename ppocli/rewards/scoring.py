@@ -102,16 +102,11 @@ class Reward(Judge):
                          read=score_checks.read_step_ends)
 
     def score(self, request: RewardRequest) -> RewardScores:
-        """Call every function on N samples and sum their scores.
-
-        ``score_i = sum of weight_k * score_ik`` over the functions k that returned a number for
-        sample i (``None``: does not apply), as TRL's ``reward_weights``
-        (``huggingface/trl:trl/trainer/grpo_trainer.py``).
-
-        Raises:
-            RewardError: a function raised, took too long, or returned something unusable; or a sum
-                is NaN under ``reward.on_invalid=error``, or infinite in float32.
-        """
+        """Call every function on N samples and sum their scores: ``score_i = sum of weight_k *
+        score_ik`` over the functions k that returned a number for sample i (``None``: does not
+        apply), as TRL's ``reward_weights`` (``huggingface/trl:trl/trainer/grpo_trainer.py``). A
+        RewardError where a function raised, took too long, or returned something unusable, or a sum
+        is NaN under ``reward.on_invalid=error``, or infinite in float32."""
         if not (count := len(request.responses)):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
         answers, loggable = list[list[Score]](), dict[str, list[float | None]]()

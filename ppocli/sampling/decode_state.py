@@ -323,11 +323,9 @@ class DecodeState:
 def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
                     uniform: Any, *, limits: Any, at_once: int, chunk: int
                     ) -> Iterator[samples.Generation]:
-    """As :func:`ppocli.sampling.sampler.decode`, by our own loop.
-
-    Rows that have ended are dropped, and the next prompts take their places where the model can do
-    that; else they wait for the last of them.
-    """
+    """As :func:`ppocli.sampling.sampler.decode`, by our own loop. Rows that have ended are dropped,
+    and the next prompts take their places where the model can do that; else they wait for the last
+    of them."""
     lm, count = decoder.lm, len(prompt_tokens)
     state = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
     # keys and values of rows under way are moved to the right then, behind padding: not with an

@@ -298,11 +298,9 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
                   ) -> Iterator[Samples]:
     """One sample per prompt, ``chunk`` at a time and in their order. Where memory runs out in the
     phase, what is not complete yet is begun anew with half the rows; an OutOfMemoryError where that
-    is one. All ranks call it in step, and all get what went wrong on any.
-
-    In one process the prompts of later chunks take the places of responses that have ended. Several
-    ranks generate chunk by chunk: whoever takes one may talk to the others.
-    """
+    is one. All ranks call it in step. In one process the prompts of later chunks take the places of
+    responses that have ended; several generate chunk by chunk: whoever takes one may talk to the
+    others."""
     if passes.backend.ranks.world > 1:
         yield from _chunk_by_chunk(sampler, passes, prompts, spec, stream, model, stop, phase=phase,
                                    chunk=chunk)

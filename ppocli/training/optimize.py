@@ -193,13 +193,10 @@ def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -
 def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
              tell: Callable[[str], None] | None = None) -> OptimizeResult:
     """Make the planned updates; what is trained and its optimizer change in place. ``tell`` is
-    called before each update with its number, as ``, update 2/8``.
-
-    Raises:
-        DivergedError: ``ppo.max_nonfinite`` non-finite updates in a row.
-        StopRequested: a stop was requested and the phase would outlast the grace time; the weights
-            are then between two steps and must not be saved.
-    """
+    called before each with its number, as ``, update 2/8``. A DivergedError after
+    ``ppo.max_nonfinite`` non-finite updates in a row; StopRequested where a stop was requested and
+    the phase would outlast the grace time: the weights are then between two steps and must not be
+    saved."""
     groups, trained, ranks = plan.groups, task.trained, task.backend.ranks
     total_updates, started = task.length.total_updates(task.cfg, state), perf_counter()
     verdicts, first, rows = Counter[Verdict](), dict[str, dict[str, float]](), list[list[float]]()
