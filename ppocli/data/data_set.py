@@ -43,6 +43,16 @@ def rows_of(record: T, index: Any) -> T:
     return cast(T, rows if is_mapping else type(whole)(**rows))
 
 
+class RowRecord:
+    """A record whose columns have a value of each row."""
+
+    __slots__ = ()
+
+    def rows(self, index: Any) -> Self:
+        """The rows at ``index``, as of :func:`rows_of`, padding and all."""
+        return rows_of(self, index)
+
+
 def joined(parts: Sequence[T]) -> T:
     """Records concatenated along their rows, [B, X] tensors padded with zeros on the right to the
     widest. Columns that describe a whole record are the first one's."""
@@ -114,7 +124,7 @@ class PromptBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSet:
+class PromptSet(RowRecord):
     """n tokenised prompts, from the loaders below to rollout and evaluation."""
 
     token_ids: list[list[int]]
@@ -141,10 +151,6 @@ class PromptSet:
         rows = self.rows(indices)
         tokens, mask = padded_left(rows.token_ids, pad_id)
         return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
-
-    def rows(self, places: Sequence[int]) -> Self:
-        """The prompts at ``places``, with the notes of the whole set."""
-        return rows_of(self, list(places))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run has the same.
@@ -208,7 +214,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(RowRecord):
     """n rows of training data, in the order of their source."""
 
     places: list[str]
@@ -218,10 +224,6 @@ class _Rows:
 
     def __len__(self) -> int:
         return len(self.places)
-
-    def rows(self, places: Sequence[int]) -> Self:
-        """The rows at ``places``, with the notes of the whole."""
-        return rows_of(self, places)
 
     def split_off(self, share: float, seed: int) -> tuple[Self, Self]:
         """The rows to train on, and ``share`` of all rows, rounded, held back at random. The choice

@@ -358,13 +358,16 @@ class DecodingHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits."""
-        kind, logit_map = hidden.device.type, self.weights.logit_map
-        if kind == "cpu" or not torch.is_autocast_enabled(kind):
-            return logit_map(self.layer(hidden))
+        if hidden.device.type == "cpu" or not torch.is_autocast_enabled(hidden.device.type):
+            return self.weights.logit_map(self.layer(hidden))
+        return self._in_half(hidden)
+
+    def _in_half(self, hidden: torch.Tensor) -> torch.Tensor:
+        kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind)
         cast = self._cast = self._cast or self.weights.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return logit_map(cast.products(hidden.to(dtype)))
+            return self.weights.logit_map(cast.products(hidden.to(dtype)))
 
 
 def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tensor, *,

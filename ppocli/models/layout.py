@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppocli.data.data_set import joined, rows_of
+from ppocli.data.data_set import RowRecord, joined
 from ppocli.distributed.backend import to_device
 
 PACK_ABOVE = 0.03
@@ -31,7 +31,7 @@ PACKING = "ppocli_packing"
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class Sequences(RowRecord):
     """B samples as tokens with action places; on the CPU, padded with zeros on the right. Made by
     samplers, read by :func:`lay_out` and by whoever wants to know what was said."""
 
@@ -64,10 +64,6 @@ class Sequences:
         return self.lengths if self.encoder_mask is None else self.mask.sum(1) + \
             self.encoder_mask.sum(1)
 
-    def rows(self, index: Any) -> Sequences:
-        """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return rows_of(self, index)
-
     @staticmethod
     def joined(parts: Sequence[Sequences]) -> Sequences:
         """The samples of several, padded to the widest."""
@@ -93,17 +89,15 @@ class Sequences:
         """One response [B, R], padding on the right, behind each prompt [B, Q] of at least one
         token, padding on the left; ``decoder_start`` is the token that a decoder beside an encoder
         starts from, None for a causal model."""
-        lengths, places = response_mask.sum(1), torch.arange(response_mask.shape[1])[None, :]
+        encoder = () if decoder_start is None else right_padded(prompt_tokens, prompt_mask)
         if decoder_start is not None:
-            first = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
-            tokens = torch.cat([first, response_tokens.masked_fill(~response_mask, 0)], dim=1)
-            return Sequences(tokens, 1 + lengths, (1 + places) * response_mask, response_mask,
-                             *right_padded(prompt_tokens, prompt_mask))
-        before = prompt_mask.sum(1)
+            prompt_tokens = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
+            prompt_mask = torch.ones_like(prompt_tokens, dtype=torch.bool)
+        lengths, before = response_mask.sum(1), prompt_mask.sum(1)
+        places = before[:, None] + torch.arange(response_mask.shape[1])
         tokens, _ = right_padded(torch.cat([prompt_tokens, response_tokens], dim=1),
                                  torch.cat([prompt_mask, response_mask], dim=1))
-        return Sequences(tokens, before + lengths, (before[:, None] + places) * response_mask,
-                         response_mask)
+        return Sequences(tokens, before + lengths, places * response_mask, response_mask, *encoder)
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:

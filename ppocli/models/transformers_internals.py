@@ -111,7 +111,8 @@ def _roomy_layer() -> Any:
                    ) -> tuple[torch.Tensor, torch.Tensor]:
             """Add [b, H, n, D] keys and values; returns all, or the whole room if it is held."""
             if self.column is not None:
-                return self._put(self.keys, key_states), self._put(self.values, value_states)
+                return (getattr(self.keys, _ROOM).index_copy_(2, self.column, key_states),
+                        getattr(self.values, _ROOM).index_copy_(2, self.column, value_states))
             if not self.is_initialized:
                 self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
                 self.is_initialized = True
@@ -119,10 +120,6 @@ def _roomy_layer() -> Any:
             self.keys = _extended(held.keys, key_states, self.most)
             self.values = _extended(held.values, value_states, self.most)
             return self.keys, self.values
-
-        def _put(self, held: Any, new: torch.Tensor) -> torch.Tensor:
-            room: torch.Tensor = getattr(held, _ROOM)
-            return room.index_copy_(2, self.column, new.to(room.dtype))
 
     return RoomyLayer
 

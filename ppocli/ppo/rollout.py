@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ppocli.config.tasks import full_kl_in_loss, kl_estimator
-from ppocli.data.data_set import PromptBatch, joined, rows_of
+from ppocli.data.data_set import PromptBatch, RowRecord, joined, rows_of
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models import policy as policies
@@ -81,7 +81,7 @@ class RolloutExtras:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(RowRecord):
     """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
 
     All tensors are on the CPU; figures of the actions are right-padded to R of them.
@@ -180,10 +180,6 @@ class Rollout:
         last = (self.response_mask.sum(1) - 1).clamp(min=0)
         scores = torch.tensor(self.scores, dtype=torch.float32) * self.valid
         return torch.zeros(self.logprobs.shape).scatter(1, last[:, None], scores[:, None])
-
-    def rows(self, order: list[int]) -> Rollout:
-        """The samples at these places, without any that wait."""
-        return rows_of(self, order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ppocli.rewards.reward_records import (
     Score,
     ends_of_steps,
 )
+from ppocli.runs.run_logs import finite_or_null
 
 MAX_INVALID_SHARE = 0.1
 
@@ -118,10 +119,11 @@ class Reward(Judge):
                                read=score_checks.read_scores)
             if logged.logs.columns or logged.logs.figures:
                 logged.logs.add_to(logs, part.label)
-            sums = [sum(one) if isinstance(one, list) else one for one in scores]
-            numbers, is_number = np.array(sums, float), np.not_equal(np.array(sums, object), None)
+            sums: Any = [sum(one) if isinstance(one, list) else one for one in scores]
+            is_number = np.array(sums, dtype=object) != np.array(None)
+            numbers = np.array(sums, dtype=float)  # NaN for None
             answers.append(scores)
-            loggable[part.name] = np.where(np.isnan(numbers), None, numbers).tolist()
+            loggable[part.name] = finite_or_null(numbers.tolist())
             totals += part.weight * np.where(is_number, numbers, 0.0)
             applies |= is_number
         totals[~applies] = math.nan

@@ -74,11 +74,9 @@ def finite_or_null(value: Any) -> Any:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    clean = finite_or_null(row)
-    try:
-        return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate in someone's text: only an escape can hold it
-        return json.dumps(clean, allow_nan=False).encode() + b"\n"
+    text = json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False)
+    # a lone surrogate in someone's text becomes JSON's own escape
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _end_of_last_line(descriptor: int) -> int:

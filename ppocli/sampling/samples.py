@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.data.data_set import joined, rows_of
+from ppocli.data.data_set import RowRecord, joined
 from ppocli.models.layout import Sequences
 from ppocli.runs.episode import Episode
 
@@ -94,7 +94,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(RowRecord):
     """B samples of one or several turns, on the CPU. Made by a sampler, read by tasks."""
 
     sequences: Sequences
@@ -123,10 +123,6 @@ class Samples:
     def action_ids(self) -> list[list[int]]:
         """[B] lists of the ids that the policy chose."""
         return response_ids(self.sequences.action_tokens, self.mask)
-
-    def rows(self, index: Any) -> Samples:
-        """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return rows_of(self, index)
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.

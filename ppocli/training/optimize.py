@@ -172,17 +172,16 @@ def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> flo
     if schedule.name == "constant":
         return 1.0
     progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
-    if schedule.name == "linear":
-        shape = 1.0 - progress
-    elif schedule.name == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        shape = _library_shape(schedule, update, total_updates)
+    shape = 1.0 - progress if schedule.name == "linear" else _other_shape(
+        schedule, progress, update, total_updates)
     return lowest + (1.0 - lowest) * shape
 
 
-def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
-    """As :func:`lr_factor`, by transformers' schedule of that name."""
+def _other_shape(schedule: SchedulerConfig, progress: float, update: int, total_updates: int
+                 ) -> float:
+    """As :func:`lr_factor`, between 0 and 1, by a cosine or transformers' schedule of that name."""
+    if schedule.name == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
     of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
     made = get_scheduler(schedule.name, of_none, schedule.warmup_updates, total_updates,
