@@ -25,7 +25,7 @@ from ppocli.rewards.reward_records import RewardRequest, RewardScores, step_text
 from ppocli.rewards.scoring import Reward
 from ppocli.runs import faults
 from ppocli.runs.daemon import in_daemon, outcome_of
-from ppocli.runs.episode import DONE, without_environments
+from ppocli.runs.episode import DONE, Episode, without_environments
 from ppocli.sampling.sampler import GenerationModel, sample_chunks
 from ppocli.sampling.samples import (
     EVALUATION,
@@ -162,11 +162,13 @@ def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch,
         prompts.texts, responses, out.action_ids, prompts.columns, session.tokenizer,
         ended=out.finished.tolist(), messages=prompts.messages, progress=context.progress,
         prompt_ids=contexts_of(session, prompts) if session.reward.has_steps else ())
-    if not out.episodes:
-        return request
+    return _with_episodes(request, out.episodes) if out.episodes else request
+
+
+def _with_episodes(request: RewardRequest, episodes: list[Episode]) -> RewardRequest:
     chats = [one.conversation(prompt) for one, prompt in zip(
-        out.episodes, prompts.messages, strict=True)] if prompts.messages else ()
-    return replace(request, episodes=out.episodes, chats=chats)
+        episodes, request.messages, strict=True)] if request.messages else ()
+    return replace(request, episodes=episodes, chats=chats)
 
 
 def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:

@@ -352,21 +352,20 @@ def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str
         at_once = name in FROM_THE_START and health[name] == state.step + 1
         patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE
         if health[name] == patience:
-            messages.append(_advice(
-                name, session, row, n=patience, first=first, falling=falling, alike=alike,
-                scores=scores, reward=rollout.scores[0] if rollout.scores else 0.0,
-                rollouts="the first rollout" if at_once else f"{patience} rollouts in a row"))
+            messages.append(_advice(name, session, row, rollout, at_once=at_once, n=patience,
+                                    first=first, falling=falling, alike=alike))
     return replace(before, health=health, first_length=first), messages
 
 
-def _advice(name: str, session: Session, row: Mapping[str, float], scores: Sequence[float],
-            **figures: Any) -> str:
-    """The sentence about a sign that has lasted."""
-    ppo, sampling = session.cfg.ppo, session.sampling
+def _advice(name: str, session: Session, row: Mapping[str, float], rollout: Rollout, *,
+            at_once: bool, n: int, **figures: Any) -> str:
+    """The sentence about a sign that has lasted ``n`` steps, or all of them, ``at_once``."""
+    ppo, sampling, scores = session.cfg.ppo, session.sampling, rollout.valid_scores
     why = " (ppo.staleness)" if ppo.staleness else "" if sampling.is_policy_distribution else \
         " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
     return ADVICE[name].format(
         kl=row["objective/kl"], ratio=row["val/ratio"], tokens=sampling.max_new_tokens, why=why,
         length=row["rollout/response_tokens_mean"], explained=row.get("val/var_explained", 0.0),
         group=ppo.n, estimator=ppo.advantage, low=min(scores, default=0.0),
-        high=max(scores, default=0.0), **figures)
+        high=max(scores, default=0.0), reward=rollout.scores[0] if rollout.scores else 0.0, n=n,
+        rollouts="the first rollout" if at_once else f"{n} rollouts in a row", **figures)

@@ -128,9 +128,9 @@ class DecodeState:
     Rows that have ended may be fed on: what is drawn for them then is left out.
 
     Args:
-        prompt_tokens, prompt_mask: [N, Q], as :func:`ppocli.sampling.sampler.decode`.
-        uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.sampler.decode`.
-        limits: [N] most tokens of each response, or None.
+        prompt_tokens, prompt_mask: [N, Q], padding on the left.
+        uniform: [N, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
+        limits: [N] most tokens of each response, at least 1; None: ``max_new_tokens``.
     """
 
     frozen_states: torch.Tensor | None = None

@@ -216,12 +216,11 @@ class DecodeSampler:
 def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
            *, limits: Any = None, at_once: int | None = None, chunk: int | None = None
            ) -> Iterator[Generation]:
-    """Sample one response per prompt [B, Q], padding on the left, by our own loop or transformers',
-    whichever is right for the model (:func:`ppocli.sampling.decoding.try_decoding`). Row i, column
-    t of ``uniform``, a [B, max_new_tokens] array in (0, 1), decides token t of row i; ``limits``
-    [B] are the most tokens of each response; ``at_once`` the most rows that are decoded together.
-    Yields the responses to the next ``chunk`` prompts (default: all) as soon as these have all
-    ended, while later ones are still to be decoded; each R = its longest response (at least 1)."""
+    """Sample one response per prompt from arguments as of :class:`DecodeState`, by our own loop or
+    transformers', whichever is right for the model (:func:`ppocli.sampling.decoding.try_decoding`);
+    at most ``at_once`` rows are decoded together. Yields the responses to the next ``chunk``
+    prompts (default: all) as soon as these have all ended, while later ones are still to be
+    decoded; each R = its longest response (at least 1)."""
     count, method = len(prompt_tokens), trunk.decoding_of(decoder.lm)
     loop = decode_in_steps if method is trunk.Decoding.STEPS else partial(
         decode_by_transformers, cached=method is trunk.Decoding.LIBRARY)

@@ -132,11 +132,14 @@ class Display(logging.Handler):
             return
         text = safe_text(record.getMessage())
         if record.levelno >= logging.WARNING:
-            above = self.board is not None and is_terminal(self._err.file)
-            text = f"{record.levelname.lower()}: {text}"
-            (self._out if above else self._err).print(Text(text), soft_wrap=True)
+            self._warn(f"{record.levelname.lower()}: {text}")
         elif self._mode != "quiet":
             self._out.print(Text(text), soft_wrap=True)
+
+    def _warn(self, text: str) -> None:
+        """Print to standard error; above a live view, where it would be drawn over that."""
+        above = self.board is not None and is_terminal(self._err.file)
+        (self._out if above else self._err).print(Text(text), soft_wrap=True)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """Show and log the figures of a finished step."""
