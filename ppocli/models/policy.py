@@ -187,10 +187,9 @@ class Policy(nn.Module):
                 value_only: bool = False, want_values: bool = True,
                 reference: OtherHead | None = None, all_rows: bool = False) -> TokenFigures:
         """Logprobs, values and (on demand) entropies of the batch's response tokens, and the KL to
-        the ``reference`` over the whole vocabulary. With ``value_only`` nothing but the value
-        function trains: logprobs and the policy's hidden states carry no gradient. With
-        ``all_rows`` probabilities are of all rows of the output embedding, also those that stand
-        for no token."""
+        the ``reference`` over the whole vocabulary. With ``value_only`` logprobs and the policy's
+        hidden states carry no gradient; with ``all_rows`` rows of the output embedding count that
+        stand for no token."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             figures = token_logprobs(

@@ -156,8 +156,8 @@ def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -
 
 
 def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.Tensor]:
-    """Penalties that the configuration sets, by name, each with the amount of every sample, float64
-    [B], NaN where it does not apply: ``missing_eos``, ``short``, ``overlong``."""
+    """By name the penalties that the configuration sets, ``missing_eos``, ``short``, ``overlong``,
+    with the amount of every sample, float64 [B], NaN where it does not apply."""
     reward, penalties = cfg.reward, dict[str, torch.Tensor]()
     lengths = rollout.sequences.mask.sum(1)
     full = torch.ones(len(lengths), dtype=torch.float64)
@@ -295,9 +295,9 @@ def without_signal(experience: Experience, cfg: schema.TrainConfig) -> Experienc
 
 def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
                       group: UpdateGroup) -> torch.Tensor:
-    """Each token's weight [N] in the likelihood of good responses (``ppo.positive_nll_coef``) of
-    the places ``rows`` [b]; they sum to 1 over the update. What is in no part of the loss has 0 in
-    ``weights`` [b]."""
+    """Each token's weight [N] in the likelihood of good responses (``ppo.positive_nll_coef``) at
+    the places ``rows`` [b]; they sum to 1 over the update. What is in no part of the loss weighs
+    0."""
     mask, extras = experience.sequences.mask, experience.extras
     imitated: Any = extras.imitated
     counted = mask if extras.counts is None else extras.counts
@@ -350,16 +350,11 @@ def explained_variance(experience: Experience) -> float:
 
 
 def on_device(session: Session, experience: Experience) -> Experience:
-    """The figures that losses are made of on the device, once for all updates, and room for what
-    the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
-    where batches are laid out without waiting for the device."""
+    """The figures that losses are made of on the device, once for all updates. Tokens and masks
+    stay on the CPU, where batches are laid out without waiting for the device."""
     extras = experience.extras
-    if session.frozen_states_bytes and not extras.frozen_states:
-        extras = replace(extras, frozen_states=[None] * len(experience.sequences))
-    if extras.ref_states and session.reference is not None:
-        with session.reference.view(session.policy.lm) as view:
-            extras = replace(extras, ref_head=head.HeadWeights.of(view).as_now())
-
+    if session.frozen_states_bytes or extras.ref_states:
+        extras = _with_states(session, experience)
 
     def moved(column: Any) -> Any:
         return None if column is None else to_device(column, session.backend.device)
@@ -369,6 +364,18 @@ def on_device(session: Session, experience: Experience) -> Experience:
         advantages=moved(experience.advantages), returns=moved(experience.returns),
         extras=replace(extras, ref_logprobs=moved(extras.ref_logprobs),
                        importance=moved(extras.importance)))
+
+
+def _with_states(session: Session, experience: Experience) -> ExperienceExtras:
+    """Room for what the layers below the lowest that trains make of each sample, and the head for
+    the reference's states."""
+    extras = experience.extras
+    if session.frozen_states_bytes and not extras.frozen_states:
+        extras = replace(extras, frozen_states=[None] * len(experience.sequences))
+    if extras.ref_states and session.reference is not None:
+        with session.reference.view(session.policy.lm) as view:
+            extras = replace(extras, ref_head=head.HeadWeights.of(view).as_now())
+    return extras
 
 
 def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool

@@ -64,7 +64,9 @@ class PPOTask(task.Task):
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._value_schedule = tasks.value_scheduler(self.cfg.ppo)
-        self._steers_rate = tasks.steers_rate(self.cfg.ppo)
+        # a value function with a rate of its own keeps it
+        roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
+        self._steered_roles = roles if tasks.steers_rate(self.cfg.ppo) else ()
         self._ahead: rollout_sources.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -116,11 +118,7 @@ class PPOTask(task.Task):
         plan = step.plan_updates(self.session, experience, state.step)
         if self.session.examples is not None:
             plan = with_examples(self.session, plan, before.mixed_in)
-        if not self._steers_rate:
-            return plan
-        # a value function with a rate of its own keeps it
-        roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
-        return replace(plan, rate_factors=dict.fromkeys(roles, before.rate))
+        return replace(plan, rate_factors=dict.fromkeys(self._steered_roles, before.rate))
 
     def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
@@ -182,7 +180,7 @@ class PPOTask(task.Task):
                    ) -> float:
         """The factor on the learning rate of the next step, where ``ppo.step_kl`` steers it."""
         cfg = self.cfg
-        if not self._steers_rate or result.terms["grad_norm"] <= NO_GRADIENT:
+        if not self._steered_roles or result.terms["grad_norm"] <= NO_GRADIENT:
             return rate
         shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(cfg, state))
         return next_rate(rate, moved, (cfg.ppo.step_kl or 0.0) * shape**2)

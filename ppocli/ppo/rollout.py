@@ -246,17 +246,12 @@ def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Sa
     ref_logprobs = sampled if reference is None else spread(theirs, "logprobs")
     kl = spread(theirs, "full_kl") if whole and theirs else kl_per_token(
         sampled, ref_logprobs, "k1" if whole else options.estimator)
-    columns: dict[str, Any] = {
-        "logprobs": sampled if options.want_logprobs else None, "kl": kl * mask,
-        "ref_logprobs": ref_logprobs, "frozen_states": [None] * len(mask), "ref_states": [],
-        "values": spread(ours, "values") if options.want_values else None}
-    if split is not None:
-        columns["frozen_states"] = layout.states_of_samples(batches, frozen, len(mask),
-                                                            options.most_frozen_bytes)
-    if options.want_ref_states and theirs:
-        columns["ref_states"] = layout.states_by_sample(
-            batches, [one.states for one in theirs], mask.sum(1))
-    return columns
+    return {"logprobs": sampled if options.want_logprobs else None, "ref_logprobs": ref_logprobs,
+            "values": spread(ours, "values") if options.want_values else None, "kl": kl * mask,
+            "ref_states": [] if not options.want_ref_states else layout.states_by_sample(
+                batches, [one.states for one in theirs], mask.sum(1)) if theirs else [],
+            "frozen_states": [None] * len(mask) if split is None else layout.states_of_samples(
+                batches, frozen, len(mask), options.most_frozen_bytes)}
 
 
 def _of_policy(session: EvalSession, context: StepContext, policy: Policy,

@@ -202,14 +202,11 @@ def _torch_modes() -> dict[str, Any]:
 
 def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeout: float | None,
         read: Callable[[RewardFunction, RewardRequest, Any], T]) -> T:
-    """What ``read`` (:mod:`ppocli.rewards.score_checks`) makes of what the function returns. A call
-    that raised is tried again ``retries`` times; not one that took longer than ``timeout`` seconds
-    (None: without limit, in the caller's thread), which may still be running.
-
-    The program's own errors, a stop request and a Ctrl-C pass through; anything else that the
-    function raises, ``SystemExit`` too, becomes a RewardError, as do a timeout, a mode of torch's
-    that is left changed, and what ``read`` can't use.
-    """
+    """What ``read`` (:mod:`ppocli.rewards.score_checks`) makes of what the function returns within
+    ``timeout`` seconds (None: without limit, in the caller's thread). A call that raised is tried
+    again ``retries`` times; not one that took longer, which may still be running. The program's own
+    errors, a stop request and a Ctrl-C pass through; all else, ``SystemExit`` too, becomes a
+    RewardError."""
     failures = 0
     while True:
         try:

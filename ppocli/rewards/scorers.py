@@ -295,9 +295,7 @@ class SampleReader:
         # fast tokenizers report the texts that they have cut
         cut = [encoding for encoding in encoded.encodings or () if encoding.overflowing]
         if cut and not self._noted_cut:
-            self._noted_cut = True
-            log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
-                        self.name, self.max_length, len(cut), len(texts), tokenizer.truncation_side)
+            self._note_cut(len(cut), len(texts))
         columns: Columns = dict(encoded)
         if not all(columns["input_ids"]):
             # the model needs at least one token: some tokenizers return none for an empty text
@@ -305,6 +303,11 @@ class SampleReader:
         if tokenizer.bos_token_id is not None or self.unread is not None:
             self._trim(columns)
         return self._ended(columns) if self.end else columns
+
+    def _note_cut(self, count: int, total: int) -> None:
+        self._noted_cut = True
+        log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
+                    self.name, self.max_length, count, total, self.tokenizer.truncation_side)
 
     def _trim(self, columns: Columns) -> None:
         """Leave out a second BOS, written by a chat template, and tokens at the end that aren't

@@ -82,9 +82,8 @@ class LiveRows:
     """[b, Q]"""
 
     def drop_done(self, done: torch.Tensor, at: torch.Tensor) -> None:
-        """Go on without the rows that have ended; one of them stays where all have, since others
-        may go on and a pass needs a row. ``done`` and ``at`` [b] are those of the rows, on the
-        CPU."""
+        """Go on without the rows that have ended, by ``done`` and ``at`` [b] on the CPU; one of
+        them stays where all have, since others may go on and a pass needs a row."""
         keep = (~done).nonzero().squeeze(-1)
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
         self.padding, self.youngest = self.padding[keep], int(at[keep].min())

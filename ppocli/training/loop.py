@@ -198,7 +198,7 @@ def _dump(run: Run, batch: Any, step: int) -> str | None:
 
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
-    step, task, cfg, ranks = run.state.step, run.task, run.task.cfg, run.task.backend.ranks
+    step, task, cfg = run.state.step, run.task, run.task.cfg
     if (row := run.state.pending) is None:
         return
     improved, is_last = False, run.state.episodes >= task.length.total_samples
@@ -210,17 +210,21 @@ def finish_step(run: Run) -> None:
         check_place(run)
         run.recorder.row(row)
 
-    ranks.first_does(record)  # what the disk refuses rank 0 must stop all of them in step
+    task.backend.ranks.first_does(record)  # what the disk refuses rank 0 must stop all in step
     run.display.step(row, task.length.total_steps)
     settle(run)
-    minutes = cfg.checkpoint.every_minutes
-    overdue = minutes is not None and ranks.broadcast(
-        monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
-    if step > 0 and (improved or overdue or is_last or _due(cfg.checkpoint.every_steps, step)
+    if step > 0 and (improved or is_last or _due(cfg.checkpoint.every_steps, step)
+                     or (cfg.checkpoint.every_minutes is not None and _is_overdue(run))
                      or task.resume.kept_step(run.state) == step):
         run.clock.mark("between")
         save(run)
         run.clock.mark("saving")
+
+
+def _is_overdue(run: Run) -> bool:
+    """Whether the last checkpoint is too old by the clock of rank 0: those of ranks differ."""
+    minutes = run.task.cfg.checkpoint.every_minutes or 0.0
+    return run.task.backend.ranks.broadcast(monotonic() - run.saved_at >= 60 * minutes)
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -94,12 +94,10 @@ class Trained:
 
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
-        flags = list[torch.Tensor]()
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                weight = local_part(parameter) if self.backend.zero_stage == 3 else parameter
-                flags.append(torch.isfinite(weight.detach()).all())
-        return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
+        weights = [local_part(parameter) if self.backend.zero_stage == 3 else parameter
+                   for parameter in self.module.parameters() if parameter.requires_grad]
+        flags = torch.stack([torch.isfinite(weight.detach()).all() for weight in weights])
+        return not self.backend.ranks.any(not bool(flags.all()))
 
 
 class ZeroTrained(Trained):
@@ -284,9 +282,9 @@ def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
              ) -> tuple[Verdict, torch.Tensor, torch.Tensor, int]:
     """The gradient of one update, by the ``number`` of its step and of the update within it, up to
     the question whether it becomes a step; computed again in smaller passes where memory doesn't
-    suffice. Returns the verdict, :attr:`Verdict.STEP` unless it had to be known before the last
-    backward pass; the terms [len(Task.terms)] and the gradient's norm of the whole update; and the
-    tokens computed on this rank."""
+    suffice. Returns the verdict, STEP unless it had to be known before the last backward pass; the
+    terms [len(Task.terms)] and the gradient's norm of the whole update; the tokens computed on this
+    rank."""
     passes, world = task.passes, task.backend.ranks.world
     work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
     if task.trained.dropouts:
@@ -361,10 +359,9 @@ def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, t
 
 
 def shard_by_length(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
-    """This rank's part of some atoms, of which a pass reads ``lengths`` [A] tokens each, longest
-    first, in groups of one forward pass of the phase. Ranks take atoms in turn in the order of
-    their lengths, so that all have like work, and have the same number of groups, some of them
-    empty."""
+    """This rank's part of some atoms, of which a pass reads ``lengths`` [A] tokens, longest first,
+    in groups of one pass of the phase. Ranks take atoms in turn in the order of their lengths, so
+    that all have like work, and have the same number of groups, some of them empty."""
     ranks, settings = task.backend.ranks, tasks.updates_of(task.cfg)
     size = task.passes.limit(phase, tasks.rows_per_pass(settings))
     order, most = longest_first(lengths), settings.micro_batch_tokens
