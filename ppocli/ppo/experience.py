@@ -18,12 +18,7 @@ from ppocli.data import data_set
 from ppocli.distributed.backend import to_device
 from ppocli.models import head, layout, trunk
 from ppocli.ppo import losses
-from ppocli.ppo.advantages import (
-    ESTIMATORS,
-    AdvantageInputs,
-    accepted_tokens,
-    importance_weights,
-)
+from ppocli.ppo.advantages import ESTIMATORS, AdvantageInputs, accepted_tokens, importance_weights
 from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
 from ppocli.training.task import UpdateGroup
@@ -81,14 +76,9 @@ class Experience:
     extras: ExperienceExtras = field(default_factory=ExperienceExtras)
 
     @property
-    def response_mask(self) -> torch.Tensor:
-        """[B, R] bool of the actions."""
-        return self.sequences.mask
-
-    @property
     def mean_loss_tokens(self) -> float:
         """Tokens of a sample that are in the loss, on average."""
-        counted = self.response_mask if self.extras.counts is None else self.extras.counts
+        counted = self.sequences.mask if self.extras.counts is None else self.extras.counts
         return float(counted.sum()) / len(self.sequences)
 
 
@@ -137,12 +127,10 @@ class PPOState:
 
 def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> PPOState:
     """The state with this rollout's scores in its running moments, and with the reference deviation
-    of the first rollout where ``reward.ref_std`` gives none.
-
-    They are the scores that scaling will divide: raw ones, or with ``reward.clip_first`` clipped
-    ones, the entries of a dense reward each before they are summed
-    (``CarperAI/trlx:trlx/trainer/accelerate_ppo_trainer.py@3340c2f``, ``make_experience``).
-    """
+    of the first rollout where ``reward.ref_std`` gives none. They are the scores that scaling will
+    divide: raw ones, or with ``reward.clip_first`` clipped ones, the entries of a dense reward each
+    before they are summed (``CarperAI/trlx:trlx/trainer/accelerate_ppo_trainer.py@3340c2f``,
+    ``make_experience``)."""
     reward, scores = cfg.reward, torch.tensor(rollout.scores, dtype=torch.float64)
     if reward.clip_first and reward.clip is not None:
         scores = scores.clamp(-reward.clip, reward.clip)
@@ -267,30 +255,30 @@ def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, progr
         coef = (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end
     options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
-        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=coef,
-        kl_coef=kl_coef, kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=coef, kl_coef=kl_coef,
+        kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
         nll_coef=ppo.positive_nll_coef)
-    return Experience(
-        kept.sequences, kept.logprobs,
-        kept.values * kept.sequences.mask if ESTIMATORS[ppo.advantage].needs_critic else None,
-        advantages, returns, options, ExperienceExtras(
-            ref_logprobs=kept.ref_logprobs if kl_coef > 0 else None, counts=counts,
-            importance=importance, imitated=torch.tensor(kept.scores) > ppo.positive_above
-            if ppo.positive_nll_coef else None, frozen_states=kept.extras.frozen_states,
-            ref_states=kept.extras.ref_states if kl_coef > 0 else [], pretrains=pretrains))
+    extras = ExperienceExtras(
+        counts=counts, importance=importance, frozen_states=kept.extras.frozen_states,
+        pretrains=pretrains)
+    if ppo.positive_nll_coef:
+        extras = replace(extras, imitated=torch.tensor(kept.scores) > ppo.positive_above)
+    if kl_coef > 0:
+        extras = replace(extras, ref_logprobs=kept.ref_logprobs, ref_states=kept.extras.ref_states)
+    values = kept.values * kept.sequences.mask if ESTIMATORS[ppo.advantage].needs_critic else None
+    return Experience(kept.sequences, kept.logprobs, values, advantages, returns, options, extras)
 
 
 def without_signal(experience: Experience, cfg: schema.TrainConfig) -> Experience:
     """The experience with no advantage and nothing to imitate: the policy stays as it is. What a
     critic doesn't predict yet of the constant score, whitened, would move it, and so would a head
     that learns the constant on the policy's trunk."""
+    extras = experience.extras
+    if extras.imitated is not None:
+        extras = replace(extras, imitated=torch.zeros_like(extras.imitated))
     head_alone = experience.values is not None and cfg.model.value.kind == "head"
-    imitated = experience.extras.imitated
-    return replace(
-        experience, advantages=torch.zeros_like(experience.advantages),
-        returns=experience.values if head_alone else experience.returns,
-        extras=replace(experience.extras, imitated=None if imitated is None else
-                       torch.zeros_like(imitated)))
+    return replace(experience, advantages=torch.zeros_like(experience.advantages), extras=extras,
+                   returns=experience.values if head_alone else experience.returns)
 
 
 def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
