@@ -145,9 +145,8 @@ class PromptSet(RowRecord):
         return len(self.token_ids)
 
     def batch(self, indices: Sequence[int], episodes: Sequence[int], pad_id: int) -> PromptBatch:
-        """The prompts at ``indices`` [B], which may repeat, as the samples ``episodes`` [B] of the
-        run, left-padded with ``pad_id`` to the longest of them; any valid id works, since it is
-        masked."""
+        """The prompts at ``indices`` [B], which may repeat, for the samples ``episodes`` [B] of the
+        run, left-padded to the longest; any id will do as ``pad_id``, since it is masked."""
         rows = self.rows(indices)
         tokens, mask = padded_left(rows.token_ids, pad_id)
         return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)

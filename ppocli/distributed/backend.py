@@ -246,7 +246,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
-    others."""
+    rest."""
     copies = list(map(methodcaller("to", "cpu", non_blocking=True), tensors[:-1]))
     return [*copies, tensors[-1].cpu()]
 
@@ -287,10 +287,8 @@ class PassRows:
 
     def figures(self) -> dict[str, float]:
         """For the row of a step: ``memory/rows/PHASE`` where memory has run out."""
-        rows: dict[str, float] = {}
-        for phase, count in self.reduced.items():
-            rows[f"memory/rows/{phase.replace(' ', '_')}"] = float(count)
-        return rows
+        return {f"memory/rows/{phase.replace(' ', '_')}": float(count)
+                for phase, count in self.reduced.items()}
 
     def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:

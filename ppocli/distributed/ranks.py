@@ -49,8 +49,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """[world] values, one of each rank, in their order; pickled between processes of one
-        run."""
+        """[world] values, one of each rank in their order; pickled between processes of one run."""
         return [value] if self.world == 1 else self._gathered(value)
 
     def _gathered(self, value: T) -> list[T]:
@@ -91,12 +90,11 @@ class Ranks:
         return any(self.gather(flag))
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on rank 0, which alone runs it; on all ranks the PpocliError that
-        it raised. Any other exception ends rank 0 alone."""
+        """What ``work`` returns on rank 0, which alone runs it; all ranks raise its PpocliError."""
         return work() if self.world == 1 else self._first_for_all(work)
 
     def _first_for_all(self, work: Callable[[], T]) -> T:
-        """As :meth:`first_does`, of several ranks."""
+        """As :meth:`first_does`, of several ranks. Any other exception ends rank 0 alone."""
         done: Any = None
         if self.first:
             try:
@@ -109,8 +107,7 @@ class Ranks:
         return result
 
     def all_do(self, work: Callable[[], T], phase: str) -> T:
-        """What ``work`` returns here, once all ranks have done theirs; on all ranks the PpocliError
-        that it raised on any."""
+        """What ``work`` returns here, once all ranks have done theirs; see :meth:`_together`."""
         return work() if self.world == 1 else self._together(work, phase)
 
     def _together(self, work: Callable[[], T], phase: str) -> T:
@@ -180,14 +177,13 @@ class StopFlag:
 
     def check(self) -> None:
         """Raise :class:`StopRequested` if a stop was requested and isn't deferred. Several ranks
-        stop only where they :meth:`meet`: one that left alone would leave the others waiting in a
+        stop only where they :meth:`meet`: one that left alone would leave the others in a
         collective."""
         if self.requested is not None and not self._deferred and self.ranks.world == 1:
             raise StopRequested(self.requested)
 
     def meet(self) -> None:
-        """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called by
-        every rank in step."""
+        """As :meth:`check`, by all ranks in step: a signal that one of them got stops all."""
         if self.ranks.world > 1:
             self._meet_others()
         self.check()

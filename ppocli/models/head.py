@@ -71,8 +71,7 @@ class Vocabulary:
         return out | torch.isin(ids, self._gaps) if self.gaps else out
 
     def cut(self, logits: torch.Tensor, gaps: torch.Tensor | None) -> torch.Tensor:
-        """Logits [..., size] of [..., rows]: without the spare rows, the ``gaps``, where the logits
-        are, at ``ABSENT``."""
+        """Logits [..., size] of [..., rows]: without the spare rows, the ``gaps`` at ``ABSENT``."""
         logits = logits[..., :self.size]
         return logits if gaps is None else logits.float().index_fill(-1, gaps, ABSENT)
 
@@ -168,7 +167,7 @@ class HeadWeights(NamedTuple):
                              bias=None if self.bias is None else self.bias.to(dtype))
 
     def products(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] of [n, D] states: the logits before anything is made of them; V without what is
+        """[n, V] of [n, D] states: the logits before anything is made of them, less what is
         spare."""
         out = self.product(hidden, self.weight)
         out = out[:, :out.shape[1] - self.spare] if self.spare else out

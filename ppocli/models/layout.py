@@ -161,8 +161,7 @@ class SequenceBatch:
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, Q] tokens and mask, padded on any side, with the padding, less what no row needs, on the
-    right."""
+    """[b, Q] tokens and mask with their padding on the right, less what no row needs."""
     lengths = mask.sum(dim=1)
     places = torch.arange(max(int(lengths.max()), 1), device=tokens.device)[None, :]
     columns = places + mask.long().argmax(dim=1)[:, None]

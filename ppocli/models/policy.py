@@ -159,8 +159,8 @@ class Policy(nn.Module):
         return self.value_trunk is not None and self.value_trunk.split is None
 
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """[N, D] states that predict the batch's response tokens, and what the value function can
-        start from."""
+        """[N, D] states that predict the response tokens, and what the value function starts
+        from."""
         lm = self._entered(batch)
         split = None if self.value_trunk is None else self.value_trunk.split
         with stacks.inputs_at(split, self.lm) as shared:

@@ -78,8 +78,7 @@ def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
 # The cache of keys and values ---------------------------------------------------------------------
 
 def cache_name(module: Any) -> str:
-    """What a model or a decoder calls the cache that it is handed: transformers 5.24 has renamed
-    it, and warns of the old name."""
+    """What a model calls its cache: transformers 5.24 has renamed it, and warns of the old name."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
@@ -178,8 +177,8 @@ def room_of(states: torch.Tensor) -> torch.Tensor | None:
 
 
 def give_room(cache: Any, most: int) -> Any:
-    """Transformers' cache, empty or not, with such layers in place of its plain ones, for rows that
-    it will hold at most so many tokens of at the end."""
+    """Transformers' cache with such layers in place of its plain ones, for ``most`` tokens a
+    row."""
     from transformers.cache_utils import DynamicLayer
 
     for i, layer in enumerate(cache.layers):

@@ -211,8 +211,7 @@ def split_at(lm: Any, layer: int) -> SplitPoint:
 
 @contextmanager
 def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects what enters the layer, [b, T, D] for each forward pass meanwhile; nothing without a
-    split."""
+    """Collects what enters the layer, [b, T, D] of each pass meanwhile; nothing without a split."""
     inputs: list[torch.Tensor] = []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

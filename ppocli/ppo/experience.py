@@ -283,9 +283,8 @@ def without_signal(experience: Experience, cfg: schema.TrainConfig) -> Experienc
 
 def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
                       group: UpdateGroup) -> torch.Tensor:
-    """Each token's weight [N] in the likelihood of good responses (``ppo.positive_nll_coef``) at
-    the places ``rows`` [b]; they sum to 1 over the update. What is in no part of the loss weighs
-    0."""
+    """[N] weight of each token of the places ``rows`` [b] in the likelihood of good responses; they
+    sum to 1 over the update. What is in no part of the loss weighs 0."""
     mask, extras = experience.sequences.mask, experience.extras
     imitated: Any = extras.imitated
     counted = mask if extras.counts is None else extras.counts
@@ -298,8 +297,7 @@ def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch
 
 def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,
                step: int) -> PPOState:
-    """The state after ``step``: with the scores in the moments, the next KL coefficient, and the
-    end of value pretraining."""
+    """The state after ``step``: moments, the next KL coefficient, the end of value pretraining."""
     after = state if cfg.reward.scale == "none" else update_moments(state, rollout, cfg)
     if cfg.ppo.kl_controller == "adaptive":
         after = replace(after, kl_coef=_next_kl_coef(state.kl_coef, rollout, cfg.ppo))

@@ -124,9 +124,8 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str
                  ) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats, by one of
-    :data:`SAMPLED_ESTIMATORS`. (``full`` needs the whole vocabulary and is computed by the model.)
-    """
+    """Estimate of KL(policy || reference) per sampled token, in nats, by one of
+    :data:`SAMPLED_ESTIMATORS`; ``full``, over the whole vocabulary, is computed by the model."""
     if estimator not in SAMPLED_ESTIMATORS:
         raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
     log_ratio = logprobs - ref_logprobs
@@ -269,8 +268,7 @@ def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Ten
 
 def _policy_terms(tokens: LossInputs, log_ratio: torch.Tensor, options: LossOptions
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each token's policy loss [N], of :data:`POLICY_LOSSES`, and where the clip and the dual clip
-    were what counted."""
+    """[N] policy loss of each token, and where the clip and the dual clip were what counted."""
     if options.policy_loss == "gspo":
         log_ratio = _sequence_ratio(log_ratio, tokens.lengths)
     ratio, advantages = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), tokens.advantages

@@ -1,6 +1,7 @@
 """Samples of the policy: generated in chunks; scored by the reward and the metric, on each rank for
 its own or on rank 0 for all, and in a thread where a reward that waits for others need not keep
-generation waiting; and evaluated on fixed prompts with fixed random numbers."""
+generation waiting; and evaluated on fixed prompts with fixed random numbers. All ranks call what is
+here in step."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -61,9 +62,9 @@ def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local
 
 
 def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBatch, int]:
-    """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them
-    count, as of :meth:`~ppocli.distributed.ranks.Ranks.share`. Each prompt comes ``ppo.n`` times in
-    a row; the order is a function of the seed and the position alone."""
+    """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them are
+    its own (:meth:`Ranks.share`): each ``ppo.n`` times in a row, in an order by seed and position
+    alone."""
     n, first, stop = session.cfg.ppo.n, start // session.cfg.ppo.n, start + count
     indices = prompt_indices(first, -(-stop // n) - first, n=len(session.prompts),
                              seed=session.cfg.seed, shuffle=session.cfg.prompts.shuffle)
@@ -75,9 +76,9 @@ def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBa
 def generate_chunks(session: Session, context: StepContext, policy: Policy, spec: SamplingSpec,
                     prompts: PromptBatch, num_local: int, samples: Samples | None = None,
                     size: int = 0) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``num_local`` of them for this rank, or take
-    ``samples`` of an earlier policy: each chunk of ``size`` (by default the session's) as soon as
-    it is complete, in their order. All ranks call it in step."""
+    """Sample one response to each prompt, the first ``num_local`` for this rank, or take
+    ``samples`` of an earlier policy: chunks of ``size`` (by default the session's) as soon as they
+    are complete, in their order."""
     start, size = 0, size or session.chunk_size
     made = sample_policy(session, context, policy, prompts, spec, ROLLOUT, size) \
         if samples is None else (samples.rows(slice(i, i + size))
@@ -93,9 +94,9 @@ def generate_chunks(session: Session, context: StepContext, policy: Policy, spec
 def sample_policy(session: EvalSession, context: StepContext, policy: Policy, prompts: PromptBatch,
                   spec: SamplingSpec, stream: int, size: int = 0) -> Generator[Samples]:
     """One sample of the policy, as the sampler's ``acting`` yields it, per prompt, ``size`` (by
-    default ``chunk_size``) at a time. All ranks call it in step. A DivergedError where the policy's
-    probabilities are no longer finite, an OutOfMemoryError where there is no room for one response,
-    a ConfigError where a sampler of the user's own chose an id without a token."""
+    default ``chunk_size``) at a time. A DivergedError where its probabilities are no longer finite,
+    an OutOfMemoryError where there is no room for one response, a ConfigError where a sampler of
+    the user's own chose an id without a token."""
     vocabulary, split = vocabulary_of(policy.eval().lm), policy.split
     if split is not None and not (stream == ROLLOUT and _keeps_states(session, prompts, spec)):
         split = None
@@ -146,8 +147,7 @@ class PendingScores:
     work: Callable[[], Any]
 
     def wait(self, phase: str) -> Any:
-        """The scores [b] of this rank's samples, or on all ranks the PpocliError that the reward
-        raised on any. All ranks call it in step."""
+        """The scores [b] of this rank's samples; all ranks raise what the reward raised on any."""
         if not self.whole:
             return self.ranks.all_do(self.work, phase)
         return rows_of(self.ranks.first_does(self.work),
@@ -156,8 +156,7 @@ class PendingScores:
 
 def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
                responses: list[str]) -> RewardRequest:
-    """Samples as a reward or a metric gets them; special tokens are left out and stop sequences
-    trimmed."""
+    """Samples as a reward or a metric gets them: no special tokens, stop sequences trimmed."""
     request = RewardRequest(
         prompts.texts, responses, out.action_ids, prompts.columns, session.tokenizer,
         ended=out.finished.tolist(), messages=prompts.messages, progress=context.progress,
@@ -196,7 +195,7 @@ def whole_request(session: EvalSession, request: RewardRequest) -> RewardRequest
 
 def start(session: EvalSession, context: StepContext, chunk: Chunk,
           previous: PendingScores | None = None) -> PendingScores:
-    """Hand a chunk to the reward, behind the ``previous`` one. All ranks call it in step."""
+    """Hand a chunk to the reward, behind the ``previous`` one."""
     reward, cfg, ranks = session.reward, session.cfg.reward, session.backend.ranks
     request = request_of(session, context, chunk.prompts, chunk.samples, chunk.responses)
     whole = reward.needs_all_samples and ranks.world > 1

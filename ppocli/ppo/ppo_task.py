@@ -122,8 +122,7 @@ class PPOTask(task.Task):
 
     def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
-        """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment, or
-        ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
+        """As :class:`Task`: of the policy as it is now, or of examples of ``ppo.ptx.data``."""
         examples, count = atoms.extras.examples, len(atoms.sequences)
         if examples is not None and int(rows[0]) >= count:
             return self._loss_of_examples(examples, rows - count, weights)
@@ -152,8 +151,7 @@ class PPOTask(task.Task):
 
     def finish(self, state: TrainState, batch: Rollout, plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
-        """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
-        are counted."""
+        """As :class:`Task`: the KL coefficient follows its controller, bad signs are counted."""
         cfg, before, extras = self.cfg, PPOState.from_json(state.task), batch.extras
         after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
         row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)

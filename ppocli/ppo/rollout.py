@@ -1,5 +1,5 @@
 """A rollout, the record of phase 1: forward passes over the chunks that were sampled, and the
-chunks of all ranks as one."""
+chunks of all ranks as one. All ranks call what is here in step."""
 
 from __future__ import annotations
 
@@ -202,9 +202,8 @@ class PassOptions:
 def measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples,
             options: PassOptions) -> dict[str, Any]:
     """Forward passes over B samples of the policy, as the sampler's ``acting`` yields it, and the
-    reference: by the names of :class:`Rollout`, on the CPU, ``ref_logprobs`` and ``kl`` [B, R] and
-    what else is wanted. All ranks call it in step; an OutOfMemoryError where one sample is too
-    much."""
+    reference: by the names of :class:`Rollout`, on the CPU, ``ref_logprobs``, ``kl`` and what else
+    is wanted. An OutOfMemoryError where one sample is too much."""
     rows = min(session.forward_rows, len(out))
     return session.passes.retry(
         options.phase, rows, int(out.sequences.spans.max()),
@@ -287,9 +286,8 @@ def _frozen_inputs(policy: Policy, out: Samples, batches: list[layout.RowBatch],
 
 def measure_chunk(session: Session, context: StepContext, policy: Policy, chunk: Chunk, *,
                   forward: bool) -> dict[str, Any]:
-    """The forward passes over a chunk's samples, as of :func:`measure`; with ``forward`` also for
-    values, and for logprobs unless ratios are to be to the sampler's own, in place of those of the
-    sampler."""
+    """Forward passes over a chunk's samples (:func:`measure`); with ``forward`` also for values,
+    and for logprobs unless ratios are to be to the sampler's own."""
     ppo, in_loss = session.cfg.ppo, full_kl_in_loss(session.cfg.ppo)
     return measure(session, context, policy, chunk.out, PassOptions(
         "scoring", "k1" if in_loss else kl_estimator(ppo), session.sampling.temperature,
@@ -327,9 +325,8 @@ def _on_tokens(rows: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Ten
 
 
 def of_all_ranks(session: Session, parts: Sequence[Rollout], clock: PhaseClock) -> Rollout:
-    """The samples of all ranks, from this rank's, of which there may be none, in the order of their
-    episodes. All ranks call it in step. A ConfigError where ratios to the sampler's logprobs are
-    needed, and it computes none."""
+    """The samples of all ranks in the order of their episodes, from this rank's, if any. A
+    ConfigError where ratios to the sampler's logprobs are needed, and it computes none."""
     whole = parts[0] if len(parts) == 1 and session.backend.ranks.world == 1 else _gathered(
         session, parts, clock)
     if session.corrects or session.cfg.ppo.old_logprobs == "sampler":

@@ -184,11 +184,15 @@ def torch_modes_kept(label: str, key: str, samples: Callable[[], str]) -> Iterat
     RewardError where it has left one of torch's modes changed, with which the run would go on."""
     before = _torch_modes()
     yield
-    if (after := _torch_modes()) != before:
-        changed = [f"torch's {name}" for name, value in before.items() if after[name] != value]
-        raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples()}", where=key,
-                          fix="put it back before it returns, or use it as a context manager: "
-                          "with torch.inference_mode(): ...")
+    if changed := [name for name, value in _torch_modes().items() if before[name] != value]:
+        raise _left_changed(changed, label, key, samples())
+
+
+def _left_changed(changed: list[str], label: str, key: str, samples: str) -> RewardError:
+    names = " and ".join(f"torch's {name}" for name in changed)
+    return RewardError(f"{label} left {names} changed\n  {samples}", where=key,
+                       fix="put it back before it returns, or use it as a context manager: "
+                       "with torch.inference_mode(): ...")
 
 
 def _torch_modes() -> dict[str, Any]:

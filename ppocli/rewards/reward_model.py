@@ -4,7 +4,8 @@
     reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -260,17 +261,17 @@ class TextClassifier(SequenceReward):
                          max_length=max_length, truncation_side=truncation_side, device=device,
                          dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         self.position = label_position(label, self.labels, model)
-        self.output = output
+        one_by_one = (len(self.labels) == 1
+                      or self.model.config.problem_type == "multi_label_classification")
+        self.of_logits: Callable[[torch.Tensor], torch.Tensor] = (
+            torch.clone if output == "logit" else
+            torch.sigmoid if one_by_one else partial(torch.softmax, dim=-1))
 
     def __call__(self, samples: list[str], prompts: list[str], responses: list[str],
                  chats: Chats = None) -> list[float]:
         """[N] scores of the label, in [0, 1] for ``output=probability``."""
-        logits = self.logits(samples, prompts, responses, chats)
-        if self.output == "probability":
-            multi_label = self.model.config.problem_type == "multi_label_classification"
-            single = multi_label or len(self.labels) == 1
-            logits = logits.sigmoid() if single else logits.softmax(dim=-1)
-        return logits[:, self.position].tolist()
+        scores = self.of_logits(self.logits(samples, prompts, responses, chats))
+        return scores[:, self.position].tolist()
 
 
 def label_position(label: str, labels: tuple[str, ...], model: str) -> int:

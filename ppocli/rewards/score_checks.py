@@ -37,9 +37,8 @@ class BadValue(Exception):
 
 
 def read_scores(function: RewardFunction, request: RewardRequest, returned: Any) -> list[Score]:
-    """Scores that a function returned, one per sample, as Python floats or lists with one float
-    per response token. A RewardError for a wrong count, type, shape or a number that float32 can't
-    hold."""
+    """Scores that a function returned, one per sample: floats, or lists with one per response
+    token. A RewardError for a wrong count, type, shape or a number that float32 can't hold."""
     noun = "step" if request.steps is not None and function.takes_steps else "token"
     if function.style.scores is not None:
         returned = _scores_of_style(function, request, returned, EXPECTED[noun])

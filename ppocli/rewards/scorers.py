@@ -226,8 +226,7 @@ class SampleReader:
 
     def read(self, samples: list[str], prompts: list[str], responses: list[str],
              chats: Sequence[list[dict[str, Any]]] | None) -> Columns:
-        """Token ids of N samples, with ``chats`` if the prompts are conversations. A RewardError
-        where the chat template refuses one."""
+        """Token ids of N samples, with ``chats`` if the prompts are conversations."""
         texts, pairs = {"sample": (samples, None), "response": (responses, None),
                         "pair": (prompts, responses)}[self.on]
         renders = self.on == "sample" and (self.chat is True or (

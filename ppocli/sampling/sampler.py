@@ -265,8 +265,7 @@ def decoded_turns(decoder: Decoder, noise: np.ndarray,
 
 
 def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[T]:
-    """The items of ``parts``, each computed within the context, which is left while the caller uses
-    the item."""
+    """The items of ``parts``, each computed within the context, and used outside of it."""
     while True:
         with context():
             part = next(parts, None)

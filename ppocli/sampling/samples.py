@@ -311,18 +311,16 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
            position: torch.Tensor, stops: torch.Tensor, seen: torch.Tensor | None = None
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [b] int64 and their logprobs [b] fp32 under softmax(logits / temperature), before
-    any restriction, from raw logits [b, V] and ``uniform`` [b] in (0, 1) where ``position`` [b]
-    tokens are there already. ``stops`` are the ``spec.stop_ids`` on the device; ``seen`` [b, V]
-    bool, None without a penalty, the tokens that ``spec.repetition_penalty`` makes less likely."""
+    any restriction, from raw logits [b, V] and ``uniform`` [b] in (0, 1) behind ``position`` [b]
+    tokens. ``stops`` are the ``spec.stop_ids`` on the device; ``seen`` [b, V] bool what a
+    repetition penalty makes less likely."""
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
     restricted = logits if spec.is_policy_distribution else _restrict(
         logits, spec, position, stops, seen)
-    if spec.do_sample:
-        tokens, total = inverse_transform(restricted, uniform)
-    else:
-        tokens = restricted.argmax(-1)
+    tokens, total = inverse_transform(restricted, uniform) if spec.do_sample else (
+        restricted.argmax(-1), torch.empty(0))
     if not spec.do_sample or restricted is not logits:
         total = torch.logsumexp(logits, -1)
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - total
@@ -342,9 +340,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, stream: int, episodes: Sequence[int], num_tokens: int) -> np.ndarray:
-    """[len(episodes), num_tokens] float64 in (0, 1), one number per token position of the samples
-    of these numbers within their stream: ROLLOUT, EVALUATION, USER or LENGTHS, which are
-    independent."""
+    """[len(episodes), num_tokens] float64 in (0, 1) by token position and the samples' numbers
+    within their stream: ROLLOUT, EVALUATION, USER or LENGTHS, which are independent."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         root = _mix(np.array([seed], dtype=np.uint64) * golden + np.uint64(stream))

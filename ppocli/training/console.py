@@ -1,5 +1,8 @@
 """What a person sees of a run: one line per step, and warnings.
 
+    step 12/100  reward 0.430±0.200  kl 3.10  len 38.0  loss -0.020/0.310  clip 0.11  lr 1.0e-05
+    12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)
+
 Lines go to stdout and to ppocli.log, warnings to stderr and to ppocli.log. A display that dies (a
 closed pipe) is dropped; the run goes on. :mod:`ppocli.publish.live_view` adds a live view below the
 lines, and a closing table.
@@ -126,8 +129,8 @@ class Display(logging.Handler):
         _listen()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log message, unless it is for the file only, or is printed once by the caller
-        that started the run."""
+        """Print a log message, unless it is for the file only, or printed once by the run's
+        caller."""
         if getattr(record, "for_file", False) or getattr(record, "ends_run", False):
             return
         text = safe_text(record.getMessage())
@@ -191,12 +194,7 @@ def _listen() -> None:
 
 
 def row_lines(row: dict[str, Any], total: int) -> list[str]:
-    """A row of metrics.jsonl as lines: the step's, with PPO's figures or those of another task, and
-    the evaluation's::
-
-        step 12/100  reward 0.430±0.200  kl 3.10  len 38.0  loss -0.020/0.310  clip 0.11
-        lr 1.0e-05  12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)
-    """
+    """A row of metrics.jsonl as lines: the step's, and the evaluation's if there was one."""
     def shown(name: str, digits: int) -> str:
         return figure(row.get(name), digits)
 

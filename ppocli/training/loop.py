@@ -132,9 +132,8 @@ def context_of(task: Task, step: int, stop: StopFlag, clock: PhaseClock) -> Step
 
 
 def learn(run: Run, batch: Any) -> None:
-    """The optimize phase on a batch; commits the new state, whose row is pending. A RewardError
-    where too few samples have a valid score; a DivergedError where what is trained stopped being
-    finite."""
+    """The optimize phase on a batch; commits the new state, whose row is pending. A RewardError for
+    too few valid scores, a DivergedError where what is trained is no longer finite."""
     task, state, step = run.task, run.state, run.state.step + 1
     if (board := run.display.board) is not None:
         board.show(task.preview(batch), step)

@@ -335,8 +335,7 @@ class RunLength:
         return RunLength(size, samples, pace.step + -(-left // size), pace)
 
     def total_updates(self, cfg: schema.TrainConfig, state: TrainState) -> int:
-        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
-        samples still to come."""
+        """Optimizer updates at the end of the run, if none of those to come is skipped."""
         settings = tasks.updates_of(cfg)
         full, rest = divmod(max(self.total_samples - state.episodes, 0), self.samples_per_step)
         return (state.updates + full * tasks.updates_of_samples(settings, self.samples_per_step)
