@@ -5,6 +5,7 @@ until memory runs out."""
 import gc
 import logging
 import os
+import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,8 +55,6 @@ class Backend:
         """Peak of the device's allocator, or of the process on a CPU, in MiB."""
         if self.device.type != "cpu":
             return torch.get_device_module(self.device).max_memory_allocated(self.device) / 2**20
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
