@@ -184,13 +184,14 @@ def torch_modes_kept(label: str, key: str, samples: Callable[[], str]) -> Iterat
     RewardError where it has left one of torch's modes changed, with which the run would go on."""
     before = _torch_modes()
     yield
-    if changed := [name for name, value in _torch_modes().items() if before[name] != value]:
-        raise _left_changed(changed, label, key, samples())
+    if (after := _torch_modes()) != before:
+        raise _left_changed(before, after, label, key, samples())
 
 
-def _left_changed(changed: list[str], label: str, key: str, samples: str) -> RewardError:
-    names = " and ".join(f"torch's {name}" for name in changed)
-    return RewardError(f"{label} left {names} changed\n  {samples}", where=key,
+def _left_changed(before: dict[str, Any], after: dict[str, Any], label: str, key: str, samples: str
+                  ) -> RewardError:
+    changed = [f"torch's {name}" for name, value in before.items() if after[name] != value]
+    return RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples}", where=key,
                        fix="put it back before it returns, or use it as a context manager: "
                        "with torch.inference_mode(): ...")
 
