@@ -291,11 +291,10 @@ class PassRows:
 
     def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:
-        """What ``work`` returns, which takes its number of rows from :meth:`limit`: run again with
-        half of the ``configured`` rows on all ranks whenever memory runs out on one of them; an
-        OutOfMemoryError, which names the ``tokens`` of the longest sample, where that is one. All
-        ranks call it in step. ``in_step`` says that passes gather weights from all ranks, and so
-        can't be repeated (:meth:`once`)."""
+        """What ``work`` returns, run again with half of the ``configured`` rows (:meth:`limit`)
+        whenever memory runs out on any rank; an OutOfMemoryError, which names the ``tokens`` of the
+        longest sample, where that is one. ``in_step``: passes gather weights of all ranks and can't
+        be repeated."""
         while True:
             rows = self.limit(phase, configured)
             try:

@@ -67,13 +67,11 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16): advantages [B, R], and what
     the critic learns [B, R], the values plus advantages of its lambda; zero outside the mask.
-
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
     a sample's last token is 0, whether or not it ended by itself (truncation is terminal). With
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
     (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``, one or [B], is in place of that of
-    ``samples``.
-    """
+    ``samples``."""
     if (values := samples.values) is None:
         raise ValueError("gae needs values")
     if lam is None:

@@ -231,9 +231,12 @@ class EventFiles:
             self._records.write(Event(wall_time=time(), **event).SerializeToString())
             self._records.flush()
         except Exception as error:
-            if not self._warned:
-                warn_of_tracker("tensorboard", cause_of(error))
-            self._warned = True
+            self._warn_once(error)
+
+    def _warn_once(self, error: Exception) -> None:
+        if not self._warned:
+            warn_of_tracker("tensorboard", cause_of(error))
+        self._warned = True
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""

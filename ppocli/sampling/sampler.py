@@ -295,10 +295,9 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
                   stream: int, model: GenerationModel, stop: StopFlag, *, phase: str, chunk: int
                   ) -> Iterator[Samples]:
     """One sample per prompt, ``chunk`` at a time and in their order. Where memory runs out in the
-    phase, what is not complete yet is begun anew with half the rows; an OutOfMemoryError where that
-    is one. All ranks call it in step. In one process the prompts of later chunks take the places of
-    responses that have ended; several generate chunk by chunk: whoever takes one may talk to the
-    others."""
+    phase, what isn't complete is begun anew with half the rows; an OutOfMemoryError where that is
+    one. In one process the prompts of later chunks take the places of responses that have ended;
+    several generate chunk by chunk: whoever takes one may talk to the others."""
     if passes.backend.ranks.world > 1:
         yield from _chunk_by_chunk(sampler, passes, prompts, spec, stream, model, stop, phase=phase,
                                    chunk=chunk)

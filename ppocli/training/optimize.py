@@ -159,11 +159,10 @@ def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Op
 
 
 def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
-    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
-    function of that number, so that resuming can't get it wrong. Linear warm-up over
-    ``warmup_updates`` (the first update already moves), then ``constant``, ``linear`` or ``cosine``
-    decay to ``min_lr_ratio`` at ``total_updates``, or what follows the warm-up in transformers'
-    schedule of another name, put between ``min_lr_ratio`` and 1."""
+    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0), a pure
+    function of that number, so that resuming can't get it wrong: linear warm-up over
+    ``warmup_updates`` (the first update already moves), then ``constant``, or ``linear``,
+    ``cosine`` or transformers' decay of another name to ``min_lr_ratio`` at ``total_updates``."""
     warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
     if update < warmup:
         return (update + 1) / (warmup + 1)
