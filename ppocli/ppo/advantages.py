@@ -72,8 +72,7 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
     (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``, one or [B], is in place of that of
     ``samples``."""
-    if (values := samples.values) is None:
-        raise ValueError("gae needs values")
+    values: Any = samples.values
     if lam is None:
         lam = samples.lam if samples.lam_alpha is None else _adaptive_lam(
             samples.lam_alpha, samples.mask.sum(1).to(values.dtype))
@@ -228,23 +227,9 @@ MAX_GAP = 20.0
 
 def importance_weights(gap: torch.Tensor, mask: torch.Tensor, *, level: str, cap: float
                        ) -> torch.Tensor:
-    """Truncated importance weights ``min(pi_trainer / pi_sampler, cap)`` (Ionides 2008), which
-    have no gradient.
-
-    Args:
-        gap: [B, R] log-ratios.
-        mask: [B, R] bool.
-        level: ``token``, or ``sequence`` for the product over the response, the same on all of its
-            tokens.
-
-    Returns:
-        [B, R], zero outside the mask.
-
-    Raises:
-        ValueError: for another level.
-    """
-    if level not in LEVELS:
-        raise ValueError(f"{level!r} is not one of {LEVELS}")
+    """Truncated importance weights [B, R] ``min(pi_trainer / pi_sampler, cap)`` (Ionides 2008),
+    which have no gradient, of log-ratios [B, R]; zero outside the mask. ``level`` is ``token``, or
+    ``sequence`` for the product over the response, the same on all of its tokens."""
     log_ratio = gap * mask
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)

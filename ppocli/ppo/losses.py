@@ -126,14 +126,11 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: 
                  ) -> torch.Tensor:
     """Estimate of KL(policy || reference) per sampled token, in nats, by one of
     :data:`SAMPLED_ESTIMATORS`; ``full``, over the whole vocabulary, is computed by the model."""
-    if estimator not in SAMPLED_ESTIMATORS:
-        raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
     log_ratio = logprobs - ref_logprobs
-    if estimator in ("k1", "abs"):
-        return log_ratio if estimator == "k1" else log_ratio.abs()
     k2, cut = 0.5 * log_ratio.square(), log_ratio.clamp(min=-20.0)
     k3 = torch.expm1(-cut) + cut
-    return {"k2": k2, "k3": k3, "k3+": k2 - k2.detach() + k3.detach()}[estimator]
+    return {"k1": log_ratio, "abs": log_ratio.abs(), "k2": k2, "k3": k3,
+            "k3+": k2 - k2.detach() + k3.detach()}[estimator]
 
 
 def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: int,
@@ -165,14 +162,11 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
     which has ``total_tokens`` and ``total_samples`` over all micro-batches and ranks; no response
     can have more than ``max_tokens``. Weighting tokens instead of averaging micro-batches makes the
     gradient independent of micro-batch size, accumulation and number of ranks."""
-    ones, samples = torch.ones_like(lengths, dtype=torch.float32), max(total_samples, 1)
-    if aggregation == "seq-mean-token-mean":
-        return 1.0 / (lengths.clamp(min=1).float() * samples)
+    samples = max(total_samples, 1)
     divisors = {"token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
+                "seq-mean-token-mean": lengths.clamp(min=1).float() * samples,
                 "seq-mean-token-sum-norm": samples * max_tokens}
-    if aggregation not in divisors:
-        raise ValueError(f"{aggregation!r} is not one of {AGGREGATIONS}")
-    return ones / divisors[aggregation]
+    return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
 @dataclass(frozen=True, slots=True)
