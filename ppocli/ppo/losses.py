@@ -163,10 +163,12 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
     can have more than ``max_tokens``. Weighting tokens instead of averaging micro-batches makes the
     gradient independent of micro-batch size, accumulation and number of ranks."""
     samples = max(total_samples, 1)
-    divisors = {"token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
-                "seq-mean-token-mean": lengths.clamp(min=1).float() * samples,
-                "seq-mean-token-sum-norm": samples * max_tokens}
-    return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
+    divisors: dict[str, Any] = {
+        "token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
+        "seq-mean-token-mean": lengths.clamp(min=1).float() * samples,
+        "seq-mean-token-sum-norm": samples * max_tokens}
+    weights: torch.Tensor = torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
