@@ -211,7 +211,7 @@ def experience_tensors(experience: Experience) -> dict[str, Any]:
     found = {field.name: getattr(record, field.name) for record in (experience, experience.extras)
              for field in fields(record)}
     found |= {"responses": experience.sequences.action_tokens,
-              "response_mask": experience.response_mask}
+              "response_mask": experience.sequences.mask}
     return {f"experience/{name}": value.contiguous() for name, value in found.items()
             if isinstance(value, torch.Tensor)}
 

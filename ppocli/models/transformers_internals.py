@@ -112,8 +112,7 @@ def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
 # The cache of keys and values ---------------------------------------------------------------------
 
 def cache_name(module: Any) -> str:
-    """What a model or a decoder calls the cache that it is handed: transformers 5.24 has renamed
-    it, and warns of the old name."""
+    """What a model calls its cache: transformers 5.24 has renamed it, and warns of the old name."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
@@ -145,10 +144,8 @@ def _roomy_layer() -> Any:
                    ) -> tuple[torch.Tensor, torch.Tensor]:
             """Add [b, H, n, D] keys and values; returns all, or the whole room if it is held."""
             if self.column is not None:
-                rooms = [getattr(held, _ROOM) for held in (self.keys, self.values)]
-                for room, new in zip(rooms, (key_states, value_states), strict=True):
-                    room.index_copy_(2, self.column, new.to(room.dtype))
-                return rooms[0], rooms[1]
+                return (getattr(self.keys, _ROOM).index_copy_(2, self.column, key_states),
+                        getattr(self.values, _ROOM).index_copy_(2, self.column, value_states))
             if not self.is_initialized:
                 self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
                 self.is_initialized = True
@@ -161,13 +158,9 @@ def _roomy_layer() -> Any:
 
 
 def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
-    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room.
-
-    They are kept in the type of attention's products: under autocast all of them would else be
-    rounded anew for every token.
-    """
-    count, end = held.shape[2], held.shape[2] + new.shape[2]
-    room = getattr(held, _ROOM, None)
+    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room; in
+    the type of attention's products: under autocast all would else be rounded anew each time."""
+    count, end, room = held.shape[2], held.shape[2] + new.shape[2], getattr(held, _ROOM, None)
     if room is None or room.shape[2] < end:
         kind = new.device.type
         dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
@@ -218,11 +211,8 @@ def room_of(states: torch.Tensor) -> torch.Tensor | None:
 
 
 def give_room(cache: Any, most: int) -> Any:
-    """Transformers' cache, empty or not, with such layers in place of its plain ones.
-
-    Args:
-        most: tokens of a row that it will hold at the end.
-    """
+    """Transformers' cache with such layers in place of its plain ones, for ``most`` tokens a
+    row."""
     from transformers.cache_utils import DynamicLayer
 
     for i, layer in enumerate(cache.layers):
