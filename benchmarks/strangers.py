@@ -104,10 +104,10 @@ def verdict(outcomes: dict[str, list[Outcome]]) -> str:
 
 
 def reward_over_kl(paths: list[Path]) -> list[tuple[float, float]]:
-    """Mean over runs of the rollouts' mean reward, as a function of their KL to the start.
+    """The most reward that rollouts have had within a KL to the start: mean over runs.
 
-    Each run's curve of ``(KL, reward)``, smoothed over steps, is interpolated linearly at the same
-    values of KL, up to the smallest of the runs' largest.
+    Each run's ``(KL, reward)``, smoothed over steps and sorted by KL, is interpolated linearly at
+    the same values of KL, up to the smallest of the runs' largest.
     """
     curves = []
     for path in paths:
@@ -115,7 +115,8 @@ def reward_over_kl(paths: list[Path]) -> list[tuple[float, float]]:
                            if "objective/kl" in row])
         smooth = np.stack([np.convolve(one, np.ones(SMOOTHED) / SMOOTHED, "valid")
                            for one in points.T])
-        curves.append(smooth[:, np.argsort(smooth[0])])
+        kl, reward = smooth[:, np.argsort(smooth[0])]
+        curves.append((kl, np.maximum.accumulate(reward)))
     kls = np.linspace(max(kl[0] for kl, _ in curves), min(kl[-1] for kl, _ in curves), 40)
     rewards = np.mean([np.interp(kls, kl, reward) for kl, reward in curves], axis=0)
     return list(zip(kls.tolist(), rewards.tolist(), strict=True))
