@@ -47,7 +47,8 @@ class RolloutConfig:
 class EnvConfig:
     fn: Optional[str] = key(None, holds="code")
     """import path of a class whose objects answer the policy turn by turn (reset, step),
-    'guess_number', 'calculator', or 'tools' for the functions of env.tools"""
+    'guess_number', 'calculator', 'openenv' for a server of OpenEnv, or 'tools' for the functions of
+    env.tools"""
     kwargs: dict[str, Any] = key({}, holds="arguments")
     """arguments of that class"""
     adapter: Optional[str] = key(None, choices=("trl", "openrlhf"))
