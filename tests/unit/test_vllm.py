@@ -286,7 +286,7 @@ def test_turns_of_episodes_are_the_servers(tmp_path):
         assert engine.asked[GENERATE] > 2 * len(found)
 
 
-@pytest.mark.parametrize("env", ["Words", "Slow"])
+@pytest.mark.parametrize("env", [pytest.param("Words", marks=pytest.mark.slow), "Slow"])
 def test_episodes_are_played_one_step_ahead(env, tmp_path):
     """With the weights from before, as the other loop plays them; an evaluation waits for them, and
     a run that goes on begins anew with the weights that it has."""
