@@ -78,9 +78,9 @@ _EXCLUDE = (
     ("prompts.length_sampler", ("prompts.chat", "prompts.eval.chat")),
     ("prompts.eval.length_sampler", ("prompts.eval.chat",)),
     ("reward.fn", ("reward.fns",)), ("reward.step_separator", ("reward.step_fn",)),
-    ("env.fn", ("rollout.ahead", "ppo.staleness", "reward.step_separator", "reward.step_fn",
+    ("env.fn", ("ppo.staleness", "reward.step_separator", "reward.step_fn",
                 "generation.length_sampler", "prompts.tools", "prompts.eval.tools")),
-    ("rollout.ahead", ("ppo.staleness",)),
+    ("rollout.ahead", ("ppo.staleness", "rollout.sleep")),
     # which prompts a step takes is known from scores only
     ("ppo.dynamic_sampling", ("rollout.ahead", "ppo.staleness", "ppo.epochs")),
     ("ppo.critic_warmup_steps", ("ppo.value_pretrain_steps",)),
@@ -270,11 +270,11 @@ def _engine(config: schema.TrainConfig) -> Rules:
                f"{cut(url, 80)} must be an address such as http://127.0.0.1:8000")
     yield (rollout.token_env is not None and not secrets.VARIABLE.fullmatch(rollout.token_env),
            "rollout.token_env", "must be the name of an environment variable (not shown)")
-    yield (config.model.quantization, "rollout.engine, model.quantization",
-           "servers take whole weights, no quantized base: use rollout.engine=decode")
+    yield (config.model.quantization and not tasks.allows_gap(config),
+           "ppo.importance.level, model.quantization", "servers sample with the base as it is, not "
+           "quantized, which has to be corrected for: leave ppo.importance.level at token")
     yield (config.ppo.logprobs_from == "decode", "rollout.engine, ppo.logprobs_from",
-           "servers compute no values: set ppo.logprobs_from=auto; for ratios to their logprobs "
-           "there is ppo.old_logprobs=sampler")
+           "servers compute no values: set ppo.logprobs_from=auto, or ppo.old_logprobs=sampler")
 
 
 def _optimizers(config: schema.TrainConfig) -> Rules:

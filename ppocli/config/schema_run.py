@@ -34,6 +34,9 @@ class RolloutConfig:
     ahead: int = key(0, ge=0, le=1)
     """1: servers sample for the next step while this one is trained on, with weights from before
     it"""
+    sleep: bool = key(False)
+    """servers give back their GPU's memory while the policy trains on the same GPU, and take it for
+    rollouts again"""
     launch: bool = key(False)
     """start the servers of rollout.urls beside the run, and end them with it"""
     python: Optional[str] = key(None, holds="path")

@@ -62,7 +62,7 @@ def secret_values(environment: frozenset[tuple[str, str]]) -> frozenset[str]:
 
 
 def without_secrets(text: str, values: Iterable[str] = ()) -> str:
-    """``text`` with ``values``, passwords in URLs and everything in the form of a token replaced by
+    """``text`` with ``values``, passwords in URLs and what looks like a token replaced by
     ``***``."""
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SHORTEST:
@@ -76,8 +76,8 @@ def hide_secrets(text: str) -> str:
 
 
 def safe_text(text: str) -> str:
-    """A text from other people's code, such as an exception, for a person or a file: without
-    secrets, and with control characters escaped."""
+    """Other people's text, such as an exception, without secrets and with control characters
+    escaped."""
     return printable(hide_secrets(text))
 
 

@@ -44,6 +44,16 @@ def rows_of(record: T, index: Any) -> T:
     return cast(T, rows if is_mapping else type(whole)(**rows))
 
 
+class RowRecord:
+    """A record whose columns have a value of each row."""
+
+    __slots__ = ()
+
+    def rows(self, index: Any) -> Self:
+        """The rows at ``index``, as of :func:`rows_of`, padding and all."""
+        return rows_of(self, index)
+
+
 def joined(parts: Sequence[T]) -> T:
     """Records concatenated along their rows, [B, X] tensors padded with zeros on the right to the
     widest. Columns that describe a whole record are the first one's."""
@@ -115,7 +125,7 @@ class PromptBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSet:
+class PromptSet(RowRecord):
     """n tokenised prompts, from the loaders below to rollout and evaluation."""
 
     token_ids: list[list[int]]
@@ -153,20 +163,11 @@ class PromptSet:
         return [int(index) for index in indices]
 
     def batch(self, indices: Sequence[int], episodes: Sequence[int], pad_id: int) -> PromptBatch:
-        """B prompts, left-padded to the longest of them.
-
-        Args:
-            indices: [B] positions in this set; may repeat.
-            episodes: [B] numbers of the samples within the run.
-            pad_id: id in padded places; any valid id works, since they are masked.
-        """
+        """The prompts at ``indices`` [B], which may repeat, for the samples ``episodes`` [B] of the
+        run, left-padded to the longest; any id will do as ``pad_id``, since it is masked."""
         rows = self.rows(indices)
         tokens, mask = padded_left(rows.token_ids, pad_id)
         return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
-
-    def rows(self, places: Sequence[int]) -> Self:
-        """The prompts at ``places``, with the notes of the whole set."""
-        return rows_of(self, list(places))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run has the same.
@@ -184,28 +185,17 @@ class PromptSet:
 
 def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, [B, Q] each, padded on the left to the longest of B rows."""
-    width = max(map(len, rows), default=0)
-    filled = list[list[int]]()
-    for row in rows:
-        filled.append([fill] * (width - len(row)) + list(row))
     lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
+    width = max(map(len, rows), default=0)
+    filled = [[fill] * (width - len(row)) + list(row) for row in rows]
     return torch.tensor(filled, dtype=torch.int64).reshape(len(rows), width), (
         torch.arange(width)[None, :] >= width - lengths[:, None])
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
-    """Indices of the prompts at positions ``start`` to ``start + count - 1`` of the endless order.
-
-    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in the order
-    of their source or, shuffled, in a permutation that depends on (seed, epoch) alone.
-
-    Args:
-        start: first position, at least 0: the number of prompts used before.
-        count: number of positions; may span several epochs.
-        n: size of the prompt set, at least 1.
-        seed: at least 0.
-        shuffle: use a new permutation in each epoch.
-    """
+    """Indices of the ``count`` prompts from position ``start`` on of the endless order. Position p
+    belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in the order of their
+    source or, with ``shuffle``, in a permutation that depends on (seed, epoch) alone."""
     indices: list[int] = []
     end = start + count
     for epoch in range(start // n, -(-end // n)):
@@ -261,7 +251,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(RowRecord):
     """n rows of training data, in the order of their source."""
 
     places: list[str]
@@ -271,10 +261,6 @@ class _Rows:
 
     def __len__(self) -> int:
         return len(self.places)
-
-    def rows(self, places: Sequence[int]) -> Self:
-        """The rows at ``places``, with the notes of the whole."""
-        return rows_of(self, places)
 
     def split_off(self, share: float, seed: int) -> tuple[Self, Self]:
         """The rows to train on, and ``share`` of all rows, rounded, held back at random. The choice

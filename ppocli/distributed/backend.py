@@ -5,11 +5,13 @@ until memory runs out."""
 import gc
 import logging
 import os
+import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,8 +55,6 @@ class Backend:
         """Peak of the device's allocator, or of the process on a CPU, in MiB."""
         if self.device.type != "cpu":
             return torch.get_device_module(self.device).max_memory_allocated(self.device) / 2**20
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -132,7 +132,7 @@ def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[b
     if not present:
         # transformers imports deepspeed when it saves, which would guess the device and print that
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
+    use_cuda = host_memory.on_cuda(hardware)
     if use_cuda and not present:
         raise ConfigError("No CUDA device was found.", where="hardware.device=cuda",
                           fix="set hardware.device=cpu, or install a torch build with CUDA")
@@ -245,10 +245,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
-    others."""
-    copies = []
-    for one in tensors[:-1]:
-        copies.append(one.to("cpu", non_blocking=True))
+    rest."""
+    copies = list(map(methodcaller("to", "cpu", non_blocking=True), tensors[:-1]))
     return [*copies, tensors[-1].cpu()]
 
 
@@ -257,6 +255,15 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
 # A pass that doesn't fit is repeated with half the rows. Results don't depend on it, up to
 # rounding: random numbers of a sample are a function of its place in the run, and an update's
 # gradient is summed over its micro-batches.
+
+def _memory_text(error: Exception) -> str:
+    """What an error says of memory that ran out on all ranks alike; raises any other."""
+    if isinstance(error, OutOfMemoryError) and not error.alone:
+        return error.what
+    if not isinstance(error, OutOfMemoryError) and is_out_of_memory(error):
+        return ""
+    raise error
+
 
 @dataclass(slots=True)
 class PassRows:
@@ -279,39 +286,23 @@ class PassRows:
 
     def figures(self) -> dict[str, float]:
         """For the row of a step: ``memory/rows/PHASE`` where memory has run out."""
-        rows: dict[str, float] = {}
-        for phase, count in self.reduced.items():
-            rows[f"memory/rows/{phase.replace(' ', '_')}"] = float(count)
-        return rows
+        return {f"memory/rows/{phase.replace(' ', '_')}": float(count)
+                for phase, count in self.reduced.items()}
 
     def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:
-        """Run ``work``, and again with half the rows on all ranks whenever memory runs out on one
-        of them; return its result. All ranks call it in step.
-
-        Args:
-            phase: of :attr:`keys`; ``work`` takes its number of rows from :meth:`limit`.
-            configured: rows of a pass as the configuration has it, the same on all ranks.
-            tokens: of the longest sample, for the message.
-            in_step: whether passes gather weights from all ranks, and so can't be repeated.
-
-        Raises:
-            OutOfMemoryError: one row is too much; or as :meth:`once`.
-            PpocliError: what ``work`` raised on some rank, on all ranks.
-        """
+        """What ``work`` returns, run again with half of the ``configured`` rows (:meth:`limit`)
+        whenever memory runs out on any rank; an OutOfMemoryError, which names the ``tokens`` of the
+        longest sample, where that is one. ``in_step``: passes gather weights of all ranks and can't
+        be repeated."""
         while True:
-            rows, text = self.limit(phase, configured), ""
+            rows = self.limit(phase, configured)
             try:
                 return self.backend.ranks.all_do(
                     partial(self.once, phase, rows, tokens, work) if in_step else work,
                     f"{phase} of {counted(rows, 'row')} at once")
-            except OutOfMemoryError as error:
-                if error.alone:
-                    raise
-                text = error.what
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
+            except (OutOfMemoryError, RuntimeError) as error:
+                text = _memory_text(error)
             # out of the handler, or the exception would keep the tensors of the pass
             self.shrink(phase, rows, tokens, text)
 
@@ -330,7 +321,7 @@ class PassRows:
         if self.backend.device.type != "cpu":
             torch.get_device_module(self.backend.device).empty_cache()
 
-    def once(self, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
+    def once(self, phase: str, configured: int, tokens: int, work: Callable[[], T]) -> T:
         """Run ``work``, whose passes all ranks make together, and return its result. A rank that
         runs out of memory leaves the others inside a pass, so that all ranks have to start again.
 
@@ -342,6 +333,7 @@ class PassRows:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+        rows = self.limit(phase, configured)
         if rows == 1:
             raise self._too_much("out of memory with 1 row a pass", tokens, alone=True)
         key = self.keys[phase]

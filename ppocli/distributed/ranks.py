@@ -49,10 +49,10 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """[world] values, one of each rank, in their order; pickled between processes of one run.
-        """
-        if self.world == 1:
-            return [value]
+        """[world] values, one of each rank in their order; pickled between processes of one run."""
+        return [value] if self.world == 1 else self._gathered(value)
+
+    def _gathered(self, value: T) -> list[T]:
         import torch
 
         values: list[Any] = [None] * self.world
@@ -90,11 +90,11 @@ class Ranks:
         return any(self.gather(flag))
 
     def first_does(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on rank 0, which alone runs it.
+        """What ``work`` returns on rank 0, which alone runs it; all ranks raise its PpocliError."""
+        return work() if self.world == 1 else self._first_for_all(work)
 
-        Raises:
-            PpocliError: that ``work`` raised, on all ranks. Any other exception ends rank 0 alone.
-        """
+    def _first_for_all(self, work: Callable[[], T]) -> T:
+        """As :meth:`first_does`, of several ranks. Any other exception ends rank 0 alone."""
         done: Any = None
         if self.first:
             try:
@@ -107,17 +107,17 @@ class Ranks:
         return result
 
     def all_do(self, work: Callable[[], T], phase: str) -> T:
-        """What ``work`` returns here, once all ranks have done theirs.
+        """What ``work`` returns here, once all ranks have done theirs; see :meth:`_together`."""
+        return work() if self.world == 1 else self._together(work, phase)
+
+    def _together(self, work: Callable[[], T], phase: str) -> T:
+        """As :meth:`all_do`, of several ranks.
 
         Raises:
             PpocliError: that ``work`` raised on some rank, on all ranks, naming rank and phase;
                 memory that didn't suffice there only if nothing else went wrong.
             OutOfMemoryError: on this rank ``alone``: the others are still inside of a pass.
         """
-        return work() if self.world == 1 else self._together(work, phase)
-
-    def _together(self, work: Callable[[], T], phase: str) -> T:
-        """As :meth:`all_do`, of several ranks."""
         failed: PpocliError | None = None
         result: Any = None
         try:
@@ -137,14 +137,10 @@ class Ranks:
         return result
 
     def share(self, rows: Sequence[int]) -> tuple[list[int], int]:
-        """This rank's part of ``rows``, the same number on every rank.
-
-        Rows are assigned round-robin, which spreads neighbours of similar length. If their number
-        doesn't divide evenly, the last row is repeated: all ranks make the same number of passes.
-
-        Returns:
-            the rows, and how many of them (from the front) are this rank's own.
-        """
+        """This rank's part of ``rows``, the same number on every rank, and how many of them (from
+        the front) are its own. Rows are assigned round-robin, which spreads neighbours of similar
+        length; where their number doesn't divide evenly, the last is repeated: all ranks make the
+        same number of passes."""
         shard, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
         return shard + list(rows[-1:]) * (size - len(shard)), len(shard)
 
@@ -180,23 +176,23 @@ class StopFlag:
             self.requested = signal_number
 
     def check(self) -> None:
-        """Raise :class:`StopRequested` if a stop was requested and isn't deferred.
-
-        With several ranks this does nothing: one that left alone would leave the others waiting in
-        a collective. They stop where they :meth:`meet`.
-        """
+        """Raise :class:`StopRequested` if a stop was requested and isn't deferred. Several ranks
+        stop only where they :meth:`meet`: one that left alone would leave the others in a
+        collective."""
         if self.requested is not None and not self._deferred and self.ranks.world == 1:
             raise StopRequested(self.requested)
 
     def meet(self) -> None:
-        """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
-        by every rank in step."""
+        """As :meth:`check`, by all ranks in step: a signal that one of them got stops all."""
         if self.ranks.world > 1:
-            signal_number = max(self.ranks.gather(self.requested or 0))
-            if signal_number and not self._deferred:
-                self.request(signal_number)
-                raise StopRequested(signal_number)
+            self._meet_others()
         self.check()
+
+    def _meet_others(self) -> None:
+        signal_number = max(self.ranks.gather(self.requested or 0))
+        if signal_number and not self._deferred:
+            self.request(signal_number)
+            raise StopRequested(signal_number)
 
     @contextmanager
     def defer(self) -> Iterator[None]:
@@ -303,7 +299,8 @@ def announce() -> None:
 def note_phase(phase: str) -> None:
     """Record what this rank is doing, in case it never reports again."""
     _Reports.phase = phase
-    _report("phase", phase)
+    if _Reports.folder is not None:
+        _report("phase", phase)
 
 
 def my_phase() -> str:

@@ -71,11 +71,7 @@ class Vocabulary:
         return out | torch.isin(ids, self._gaps) if self.gaps else out
 
     def cut(self, logits: torch.Tensor, gaps: torch.Tensor | None) -> torch.Tensor:
-        """Logits [..., size] of [..., rows]: without the spare rows, the gaps at ``ABSENT``.
-
-        Args:
-            gaps: of :meth:`gaps_on`, where the logits are; None without any.
-        """
+        """Logits [..., size] of [..., rows]: without the spare rows, the ``gaps`` at ``ABSENT``."""
         logits = logits[..., :self.size]
         return logits if gaps is None else logits.float().index_fill(-1, gaps, ABSENT)
 
@@ -96,6 +92,7 @@ def set_vocabulary(lm: Any, vocabulary: Vocabulary) -> None:
     rows = output_rows(lm)
     lm.ppocli_vocabulary = Vocabulary(rows, min(vocabulary.size, rows),
                                       tuple(i for i in vocabulary.gaps if i < rows))
+    lm.ppocli_logit_map = LogitMap.of(lm)
 
 
 # Its products -------------------------------------------------------------------------------------
@@ -139,14 +136,11 @@ class HeadWeights(NamedTuple):
 
     @staticmethod
     def of(lm: Any, *, all_rows: bool = False) -> HeadWeights:
-        """Of a language model.
-
-        Args:
-            all_rows: also count those that stand for no token.
-        """
+        """Of a language model; with ``all_rows`` also those that stand for no token count."""
         layer, vocabulary = lm.get_output_embeddings(), vocabulary_of(lm)
         return HeadWeights(
-            layer.weight, getattr(layer, "bias", None), LogitMap.of(lm), product_of(layer),
+            layer.weight, getattr(layer, "bias", None),
+            getattr(lm, "ppocli_logit_map", None) or LogitMap.of(lm), product_of(layer),
             0 if all_rows else vocabulary.rows - vocabulary.size,
             None if all_rows or not vocabulary.gaps else vocabulary.gaps_on(layer.weight.device))
 
@@ -156,20 +150,24 @@ class HeadWeights(NamedTuple):
                              bias=None if self.bias is None else self.bias.detach())
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
-        """The same in another type. In half precision on a GPU zeros fill it up to a multiple of 8
-        rows: for other numbers, such as the 50257 of GPT-2, cuBLAS takes kernels of older GPUs."""
+        """The same in another type; see :meth:`_filled`."""
+        if self.weight.device.type != "cpu" and dtype.itemsize == 2 and len(self.weight) % ALIGNED:
+            return self._filled(dtype)
+        return self._replace(weight=self.weight.to(dtype),
+                             bias=None if self.bias is None else self.bias.to(dtype))
+
+    def _filled(self, dtype: torch.dtype) -> HeadWeights:
+        """The same in half precision, filled up with zeros to a multiple of 8 rows: for other
+        numbers, such as the 50257 of GPT-2, cuBLAS takes kernels of older GPUs."""
         count, width = self.weight.shape
-        fill = -count % ALIGNED if self.weight.device.type != "cpu" and dtype.itemsize == 2 else 0
-        if fill:
-            weight = self.weight.new_empty(count + fill, width, dtype=dtype)
-            weight[:count], weight[count:] = self.weight.detach(), 0
-        else:
-            weight = self.weight.to(dtype)
+        fill = -count % ALIGNED
+        weight = self.weight.new_empty(count + fill, width, dtype=dtype)
+        weight[:count], weight[count:] = self.weight.detach(), 0
         return self._replace(weight=weight, spare=self.spare + fill,
                              bias=None if self.bias is None else self.bias.to(dtype))
 
     def products(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] of [n, D] states: the logits before anything is made of them; V without what is
+        """[n, V] of [n, D] states: the logits before anything is made of them, less what is
         spare."""
         out = self.product(hidden, self.weight)
         out = out[:, :out.shape[1] - self.spare] if self.spare else out
@@ -222,6 +220,13 @@ def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return -log_p.exp().mul_(log_p).sum(-1)
 
 
+def _kl(logits: torch.Tensor, lse: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """[n] ``sum p (log p - log q)``."""
+    log_p = logits - lse[:, None]
+    log_ratio = log_q.neg_().add_(log_p)  # in its place
+    return log_ratio.mul_(log_p.exp_()).sum(-1)
+
+
 def _log_q(other: OtherHead, part: slice, temperature: float) -> torch.Tensor:
     """[n, V] what the other model gives to each token, rounded as the policy's are: two equal
     models are 0 apart."""
@@ -237,18 +242,15 @@ class _TokenLogprob(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                 targets: torch.Tensor, temperature: float, want_entropy: bool, head: HeadWeights,
                 other: OtherHead | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        kind = hidden.device.type
+        kind, kept = hidden.device.type, list[torch.Tensor]()
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        keep = any(ctx.needs_input_grad[:3]) and 4 * len(targets) * len(weight) <= KEPT_BYTES
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        lses, entropies, kls = map(torch.zeros_like, (logprobs,) * 3)
         with torch.autocast(kind, enabled=False):
             h, cast = hidden.to(dtype), head.to(dtype)
-            logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-            lses, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
-            kls = torch.zeros_like(logprobs)
             if other is not None:
                 other = OtherHead(other.states.to(dtype), other.head.to(dtype))
-            keep = any(ctx.needs_input_grad[:3]) and (
-                4 * len(targets) * weight.shape[0] <= KEPT_BYTES)
-            kept = []
             for part in _chunks(len(targets), weight):
                 logits = _logits(cast, h[part], temperature)
                 lses[part] = torch.logsumexp(logits, -1)
@@ -256,9 +258,7 @@ class _TokenLogprob(torch.autograd.Function):
                 if want_entropy:
                     entropies[part] = _entropy(logits, lses[part])
                 if other is not None:
-                    log_p = logits - lses[part, None]
-                    log_ratio = log_p - _log_q(other, part, temperature)
-                    kls[part] = log_ratio.mul_(log_p.exp_()).sum(-1)
+                    kls[part] = _kl(logits, lses[part], _log_q(other, part, temperature))
                 if keep:
                     kept.append(logits)
         ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies, kls)
@@ -274,11 +274,8 @@ class _TokenLogprob(torch.autograd.Function):
         h, head = hidden.to(ctx.dtype), ctx.head._replace(weight=weight, bias=bias).to(ctx.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = grad_bias = None
-        if need_weight and not len(targets):
-            grad_weight = torch.zeros_like(weight)
-        if need_bias:
-            grad_bias = torch.zeros_like(bias)
+        grad_weight = torch.zeros_like(weight) if need_weight and not len(targets) else None
+        grad_bias = torch.zeros_like(bias) if need_bias else None
         kept, (scale, cap) = iter(ctx.kept), head.logit_map
         ctx.kept = None
         for part in _chunks(len(targets), weight):
@@ -296,12 +293,7 @@ class _TokenLogprob(torch.autograd.Function):
                 grad.div_(divisor)
             if slope is not None:
                 grad.mul_(slope)
-            if head.spare:  # columns of zeros
-                count, logit_grad = grad.shape[1], grad
-                grad = grad.new_empty(len(grad), count + head.spare, dtype=ctx.dtype)
-                grad[:, :count], grad[:, count:] = logit_grad, 0
-                del logit_grad
-            grad = grad.to(ctx.dtype)
+            grad = _with_spare(grad, head.spare, ctx.dtype) if head.spare else grad.to(ctx.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = head.product(grad, head.weight.t())
             if need_weight:
@@ -322,30 +314,37 @@ def _chunks(count: int, weight: torch.Tensor) -> Iterator[slice]:
 
 
 def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
-                    grad_logprob: torch.Tensor,
-                    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+                    grad_logprob: torch.Tensor, entropy: tuple[torch.Tensor, torch.Tensor] | None,
                     kl: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """[n, V] gradient by the logits, in their place.
+    """[n, V] gradient by the logits, in their place: d logprob / d logit = onehot - p; ``entropy``
+    and ``kl`` as of :func:`_further_gradient`."""
+    log_p = logits.sub_(lse[:, None])
+    grad = log_p.exp_().mul_(-grad_logprob[:, None]) if entropy is None else _further_gradient(
+        log_p, grad_logprob, *entropy, kl)
+    return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 
-    d logprob / d logit = onehot - p; d entropy / d logit = -p (log p + entropy); d KL / d logit =
-    p (log p - log q - KL).
+
+def _further_gradient(log_p: torch.Tensor, grad_logprob: torch.Tensor, entropies: torch.Tensor,
+                      grad_entropy: torch.Tensor,
+                      kl: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """[n, V] in place of ``log_p``: -p of the logprob's gradient; d entropy / d logit = -p (log p +
+    entropy); d KL / d logit = p (log p - log q - KL).
 
     Args:
-        entropy: [n] entropies and the gradients by them.
-        kl: log q [n, V], which is used up, KLs [n] and the gradients by them; ``entropy`` goes
-            with it.
+        entropies, grad_entropy: [n] and the gradients by them.
+        kl: log q [n, V], which is used up, KLs [n] and the gradients by them.
     """
-    log_p = logits.sub_(lse[:, None])
-    if entropy is None:
-        grad = log_p.exp_().mul_(-grad_logprob[:, None])
-    else:
-        entropies, grad_entropy = entropy
-        p = log_p.exp()
-        pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
-        grad = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(
-            grad_logprob[:, None])
-        grad = (grad if pull is None else grad.add_(pull)).mul_(p)
-    return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
+    p = log_p.exp()
+    pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
+    grad = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None])
+    return (grad if pull is None else grad.add_(pull)).mul_(p)
+
+
+def _with_spare(grad: torch.Tensor, spare: int, dtype: torch.dtype) -> torch.Tensor:
+    """[n, V] gradients in another type, with so many columns of zeros behind them."""
+    out = grad.new_empty(len(grad), grad.shape[1] + spare, dtype=dtype)
+    out[:, :-spare], out[:, -spare:] = grad, 0
+    return out
 
 
 class DecodingHead:
@@ -358,27 +357,24 @@ class DecodingHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits."""
-        kind, logit_map = hidden.device.type, self.weights.logit_map
-        if kind == "cpu" or not torch.is_autocast_enabled(kind):
-            return logit_map(self.layer(hidden))
+        if hidden.device.type == "cpu" or not torch.is_autocast_enabled(hidden.device.type):
+            return self.weights.logit_map(self.layer(hidden))
+        return self._in_half(hidden)
+
+    def _in_half(self, hidden: torch.Tensor) -> torch.Tensor:
+        kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind)
         cast = self._cast = self._cast or self.weights.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return logit_map(cast.products(hidden.to(dtype)))
+            return self.weights.logit_map(cast.products(hidden.to(dtype)))
 
 
 def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tensor, *,
                    temperature: float, want_entropy: bool, other: OtherHead | None = None
                    ) -> TokenFigures:
-    """Log-probabilities of ``targets`` under logits / temperature, in fp32.
-
-    Args:
-        hidden: [N, D] final hidden states at the predicting positions.
-        head: the model's output embedding.
-        targets: [N] token ids.
-        want_entropy: also return the entropy of each distribution, with its gradient.
-        other: also return KL(this || other) ``sum_v p_v (log p_v - log q_v)``, with its gradient.
-    """
+    """Log-probabilities of ``targets`` [N] under logits / temperature, in fp32, from the final
+    hidden states [N, D] at the predicting positions; if wanted the entropy of each distribution,
+    and KL(this || other) ``sum_v p_v (log p_v - log q_v)``, all with their gradients."""
     logprobs, entropies, kls = _TokenLogprob.apply(
         hidden, head.weight, head.bias, targets, temperature, want_entropy, head, other)
     return TokenFigures(logprobs, entropies if want_entropy else None,

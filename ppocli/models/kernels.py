@@ -38,22 +38,14 @@ _BEYOND = ("position_bias", "cache", "softcap", "s_aux")
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: torch.Tensor | None, dropout: float = 0.0,
               scaling: float | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """What transformers asks of an attention function.
-
-    Args:
-        query: [B, H, T, D]; key and value [B, G, S, D] with G dividing H.
-        attention_mask: bool (true: attend) or added to the scores, [B or 1, 1, T, S]; None: causal
-            for several queries; or that of a :class:`ppocli.models.layout.Packing`.
-
-    Returns:
-        [B, T, H, D], and no weights.
-    """
+    """What transformers asks of an attention function: [B, T, H, D], and no weights, of queries
+    [B, H, T, D], keys and values [B, G, S, D] with G dividing H. The mask is bool (true: attend) or
+    added to the scores, [B or 1, 1, T, S]; None: causal for several queries; or that of a
+    :class:`ppocli.models.layout.Packing`."""
     packing = getattr(attention_mask, layout.PACKING, None)
     if hasattr(attention_mask, layout.PACKING):
         attention_mask = None
-    plain = not dropout
-    for name in _BEYOND:
-        plain = plain and kwargs.get(name) is None
+    plain = not dropout and set(map(kwargs.get, _BEYOND)) == {None}
     if packing is not None:
         if plain and query.device.type == "cuda" and (
                 out := _over_packed(query, key, value, packing, scaling)) is not None:
@@ -80,7 +72,8 @@ def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if (dtype.itemsize != 2 or depth % 8 or depth > 256
             or value.shape[-1] != depth or (varlen := _varlen(query.device.index)) is None):
         return None
-    heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+    # not by an index, whose gradient would be copied into zeros
+    heads = (one.squeeze(0).transpose(0, 1).to(dtype) for one in (query, key, value))
     longest = max(packing.width, layout.MULTIPLE)
     out: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
                                scale=scaling, window_size=(-1, 0))
@@ -119,9 +112,8 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  mask: torch.Tensor | None, scaling: float | None, causal: bool) -> torch.Tensor:
     """softmax(q k^T scaling + mask) v, the query heads of a group side by side."""
     rows, heads, queries, depth = query.shape
-    room, values_room = (transformers_internals.room_of(key),
-                         transformers_internals.room_of(value))
-    if room is not None and values_room is not None and queries == 1:
+    room = transformers_internals.room_of(key) if queries == 1 else None
+    if room is not None and (values_room := transformers_internals.room_of(value)) is not None:
         # products of a part of each head's keys would copy them first, and take longer than those
         # of all, which have the same shape for a number of tokens
         count, width = key.shape[2], room.shape[2]
@@ -161,11 +153,11 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
 
 
 def use_kernels(lm: Any) -> None:
-    """Make a model that has just been loaded take this project's attention, and activations in one
-    pass where it would make them out of several."""
+    """Make a model that has just been loaded take this project's attention, and activations and
+    norms in one pass where it would make them out of several."""
     if not trunk.has_encoder(lm):
         transformers_internals.replace_sdpa(lm, NAME, attention)
-    transformers_internals.fuse_activations(lm)
+    transformers_internals.fuse_layers(lm)
 
 
 @torch.no_grad()
@@ -326,13 +318,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Passes without gradients meanwhile take routed weights from a copy in oneDNN's own order,
-    which products of few rows, as in decoding, gain most from. It holds the weights a second time;
-    of a model where that would be more than ``PACKED_BYTES`` none is made.
-
-    Args:
-        dtype: that is computed in.
-    """
+    """Passes in ``dtype`` without gradients meanwhile take routed weights from a copy in oneDNN's
+    own order, which products of few rows, as in decoding, gain most from. It holds the weights a
+    second time; of a model where that would be more than ``PACKED_BYTES`` none is made."""
     layers, size = list[Any](), 0
     for part in module.modules():
         # weights in fewer bits compute in ``dtype`` only where autocast is on

@@ -11,13 +11,13 @@ the decoder reads its start token and the response.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from ppocli.data.data_set import joined, rows_of
+from ppocli.data.data_set import RowRecord, joined
 from ppocli.distributed.backend import to_device
 
 PACK_ABOVE = 0.03
@@ -31,7 +31,7 @@ PACKING = "ppocli_packing"
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class Sequences(RowRecord):
     """B samples as tokens with action places; on the CPU, padded with zeros on the right. Made by
     samplers, read by :func:`lay_out` and by whoever wants to know what was said."""
 
@@ -64,10 +64,6 @@ class Sequences:
         return self.lengths if self.encoder_mask is None else self.mask.sum(1) + \
             self.encoder_mask.sum(1)
 
-    def rows(self, index: Any) -> Sequences:
-        """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return rows_of(self, index)
-
     @staticmethod
     def joined(parts: Sequence[Sequences]) -> Sequences:
         """The samples of several, padded to the widest."""
@@ -90,27 +86,18 @@ class Sequences:
     def of_responses(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
                      response_tokens: torch.Tensor, response_mask: torch.Tensor,
                      decoder_start: int | None = None) -> Sequences:
-        """One response behind each prompt.
-
-        Args:
-            prompt_tokens, prompt_mask: [B, Q], padding on the left; at least one token each.
-            response_tokens, response_mask: [B, R], padding on the right.
-            decoder_start: the token that a decoder beside an encoder starts from; None for a
-                causal model.
-        """
-        lengths = response_mask.sum(1)
-        places = torch.arange(response_mask.shape[1])[None, :]
+        """One response [B, R], padding on the right, behind each prompt [B, Q] of at least one
+        token, padding on the left; ``decoder_start`` is the token that a decoder beside an encoder
+        starts from, None for a causal model."""
+        encoder = () if decoder_start is None else right_padded(prompt_tokens, prompt_mask)
         if decoder_start is not None:
-            encoder_tokens, encoder_mask = right_padded(prompt_tokens, prompt_mask)
-            first = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
-            tokens = torch.cat([first, response_tokens.masked_fill(~response_mask, 0)], dim=1)
-            return Sequences(tokens, 1 + lengths, (1 + places) * response_mask, response_mask,
-                             encoder_tokens, encoder_mask)
-        before = prompt_mask.sum(1)
+            prompt_tokens = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
+            prompt_mask = torch.ones_like(prompt_tokens, dtype=torch.bool)
+        lengths, before = response_mask.sum(1), prompt_mask.sum(1)
+        places = before[:, None] + torch.arange(response_mask.shape[1])
         tokens, _ = right_padded(torch.cat([prompt_tokens, response_tokens], dim=1),
                                  torch.cat([prompt_mask, response_mask], dim=1))
-        return Sequences(tokens, before + lengths, (before[:, None] + places) * response_mask,
-                         response_mask)
+        return Sequences(tokens, before + lengths, places * response_mask, response_mask, *encoder)
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -160,8 +147,9 @@ class SequenceBatch:
 
     def to(self, device: torch.device) -> SequenceBatch:
         """The same batch on ``device``."""
-        if self.tokens.device == device:
-            return self
+        return self if self.tokens.device == device else self._moved(device)
+
+    def _moved(self, device: torch.device) -> SequenceBatch:
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.packing is not None:
             values["packing"] = Packing(*self.packing[:2], *(
@@ -173,8 +161,7 @@ class SequenceBatch:
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, Q] tokens and mask, padded on any side, with the padding, less what no row needs, on the
-    right."""
+    """[b, Q] tokens and mask with their padding on the right, less what no row needs."""
     lengths = mask.sum(dim=1)
     places = torch.arange(max(int(lengths.max()), 1), device=tokens.device)[None, :]
     columns = places + mask.long().argmax(dim=1)[:, None]
@@ -183,31 +170,32 @@ def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
 
 
 def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
-    """The forward pass over b samples that predicts their actions.
-
-    Args:
-        pack: whether the models that read it can take packed rows.
-    """
+    """The forward pass over b samples that predicts their actions; packed, if the models that read
+    it can take that (``pack``) and it pays."""
     lengths = samples.lengths - 1  # the last token predicts nothing
     width = max(int(lengths.max()), 1)
     places = torch.arange(width)[None, :]
-    inside = places < lengths[:, None]
+    inside, tokens = places < lengths[:, None], samples.tokens[:, :width]
     row, position = samples.mask.nonzero(as_tuple=True)
     action = samples.actions[row, position]
     targets, before = samples.tokens[row, action], action - 1
-    tokens = samples.tokens[:, :width]
-    encoder: tuple[Any, ...] = ()
-    if samples.encoder_tokens is not None and samples.encoder_mask is not None:
-        read = max(int(samples.encoder_mask.sum(1).max()), 1)
-        encoder = samples.encoder_tokens[:, :read], samples.encoder_mask[:, :read].long()
-    elif pack and 1.0 - int(lengths.sum()) / inside.numel() > PACK_ABOVE:
+    if pack and samples.encoder_tokens is None and (
+            1.0 - int(lengths.sum()) / inside.numel() > PACK_ABOVE):
         starts, packing = lengths.cumsum(0) - lengths, packing_of_lengths(lengths)
         fill = (0, len(packing.pack_padding))
         return SequenceBatch(
             torch.nn.functional.pad(tokens[inside], fill)[None], starts[row] + before, targets,
             positions=torch.nn.functional.pad(places.expand(len(tokens), -1)[inside], fill)[None],
             packing=packing)
-    return SequenceBatch(tokens.masked_fill(~inside, 0), row * width + before, targets, *encoder)
+    batch = SequenceBatch(tokens.masked_fill(~inside, 0), row * width + before, targets)
+    return batch if samples.encoder_tokens is None else _with_encoder(batch, samples)
+
+
+def _with_encoder(batch: SequenceBatch, samples: Any) -> SequenceBatch:
+    """The batch with what an encoder reads of the samples."""
+    width = max(int(samples.encoder_mask.sum(1).max()), 1)
+    return replace(batch, encoder_tokens=samples.encoder_tokens[:, :width],
+                   encoder_mask=samples.encoder_mask[:, :width].long())
 
 
 # Packed rows --------------------------------------------------------------------------------------
@@ -294,12 +282,8 @@ def longest_first(lengths: torch.Tensor) -> torch.Tensor:
 
 def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int | None
               ) -> list[torch.Tensor]:
-    """Rows in the order of :func:`longest_first`, in groups.
-
-    Args:
-        rows: most of a group.
-        tokens: most of a group, rows times the longest of them; one row may have more.
-    """
+    """Rows in the order of :func:`longest_first`, in groups of at most ``rows`` and so many
+    ``tokens``, rows times the longest of them; one row may have more."""
     groups, start = [], 0
     while start < len(order):
         size = rows if tokens is None else max(
@@ -311,12 +295,8 @@ def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int
 
 def lay_out_rows(samples: Sequences, size: int, device: torch.device, *, pack: bool,
                  tokens: int | None = None) -> list[RowBatch]:
-    """All samples that have actions, at most ``size`` rows per pass.
-
-    Args:
-        pack: as of :func:`lay_out`.
-        tokens: of a pass, as of :func:`in_groups`.
-    """
+    """All samples that have actions, at most ``size`` rows per pass, and ``tokens`` as of
+    :func:`in_groups`; packed as of :func:`lay_out`."""
     batches = []
     for rows in in_groups(longest_first(samples.spans), samples.spans, size, tokens):
         part = samples.rows(rows)
@@ -355,7 +335,7 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[Any], counts: 
     return by_sample
 
 
-def spread(passes: Sequence[RowBatch], scores: Sequence[Any], name: str, shape: torch.Size
+def spread(passes: Sequence[RowBatch], shape: torch.Size, scores: Sequence[Any], name: str
            ) -> torch.Tensor:
     """A column [N] of each pass as [B, R] on the CPU; 0 where there is no token."""
     full = torch.zeros(shape)

@@ -5,7 +5,7 @@ adapter on the policy's frozen base, or a whole second model."""
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,8 +159,8 @@ class Policy(nn.Module):
         return self.value_trunk is not None and self.value_trunk.split is None
 
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """[N, D] states that predict the batch's response tokens, and what the value function can
-        start from."""
+        """[N, D] states that predict the response tokens, and what the value function starts
+        from."""
         lm = self._entered(batch)
         split = None if self.value_trunk is None else self.value_trunk.split
         with stacks.inputs_at(split, self.lm) as shared:
@@ -174,12 +174,8 @@ class Policy(nn.Module):
 
     def values(self, batch: SequenceBatch, hidden: torch.Tensor | None,
                shared: list[torch.Tensor]) -> torch.Tensor | None:
-        """[N] values of the batch's response tokens, fp32.
-
-        Args:
-            hidden, shared: what :meth:`trunk` returned for this batch; None and nothing will do
-                where the value function runs :attr:`values_apart`.
-        """
+        """[N] values of the batch's response tokens, fp32, from what :meth:`trunk` returned for it;
+        None and nothing will do where the value function runs :attr:`values_apart`."""
         if self.value_head is None:
             return None
         if self.value_trunk is not None:
@@ -190,16 +186,10 @@ class Policy(nn.Module):
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
                 value_only: bool = False, want_values: bool = True,
                 reference: OtherHead | None = None, all_rows: bool = False) -> TokenFigures:
-        """Logprobs, values and (on demand) entropies of the batch's response tokens.
-
-        Args:
-            reference: what it makes of them, for the KL over the whole vocabulary.
-            value_only: train nothing but the value function (critic warm-up): logprobs and the
-                policy's hidden states carry no gradient.
-            want_values: run the value function, where there is one.
-            all_rows: probabilities are of all rows of the output embedding, also those that stand
-                for no token.
-        """
+        """Logprobs, values and (on demand) entropies of the batch's response tokens, and the KL to
+        the ``reference`` over the whole vocabulary. With ``value_only`` logprobs and the policy's
+        hidden states carry no gradient; with ``all_rows`` rows of the output embedding count that
+        stand for no token."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             figures = token_logprobs(
@@ -236,12 +226,12 @@ class CopyReference:
     """whether it lies in host memory while it isn't"""
     split: SplitPoint | None = None
 
-    @contextmanager
-    def view(self, policy_lm: Any) -> Iterator[Any]:
+    def view(self, policy_lm: Any) -> AbstractContextManager[Any]:
         """As :class:`Reference`."""
-        if not self.offload:
-            yield self.lm
-            return
+        return self._moved() if self.offload else nullcontext(self.lm)
+
+    @contextmanager
+    def _moved(self) -> Iterator[Any]:
         on_device = {name: tensor.data.to(self.device, non_blocking=True) for name, tensor in
                      (*self.lm.named_parameters(), *self.lm.named_buffers())}
         with swapped_tensors(self.lm, on_device):
@@ -343,35 +333,25 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
     return Scored(logprobs, hidden if keep_hidden else None, frozen[-1] if frozen else None, values)
 
 
-def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWeights, *,
-                    temperature: float, hidden: torch.Tensor | None = None,
-                    frozen_states: torch.Tensor | None = None,
+def score_reference(reference: Reference, view: Any, one: RowBatch, *, temperature: float,
+                    of_policy: OtherHead | None = None, frozen_states: torch.Tensor | None = None,
                     split: stacks.SplitPoint | None = None) -> Scored:
-    """The reference's logprobs and, given the policy's states, the KL over the whole vocabulary.
-
-    Args:
-        view: the reference as a model.
-        head: of the policy, which the view may have put the reference's in the place of.
-        hidden, frozen_states: of the policy's pass. Where the reference is split as the policy is,
-            it starts from the latter.
-        split: the layer whose inputs are kept where ``frozen_states`` are not there.
-    """
-    # which may be run on another device than the policy
+    """The reference's logprobs and states by its ``view`` as a model, which may be run on another
+    device, and the KL over the whole vocabulary, given the policy's states and its head, which the
+    view may have put the reference's in the place of. Where the reference is split as the policy
+    is, it starts from ``frozen_states`` of the policy's pass; where they are not there, they are
+    kept at ``split``."""
     batch = one.batch.to(view.get_output_embeddings().weight.device)
     lm = view if frozen_states is None or reference.split is None else (
         reference.split.resumed(view, frozen_states))
-    if split is None or frozen_states is not None:
+    with stacks.inputs_at(split if frozen_states is None else None, view) as entering:
         states = response_hidden(lm, batch)
-    else:
-        with stacks.inputs_at(split, view) as entering:
-            states = response_hidden(lm, batch)
-        frozen_states = entering[-1]
-    ref_head = HeadWeights.of(view)
-    logprobs = token_logprobs(states, ref_head, batch.targets, temperature=temperature,
+    head = HeadWeights.of(view)
+    logprobs = token_logprobs(states, head, batch.targets, temperature=temperature,
                               want_entropy=False).logprobs
-    kl = None if hidden is None else full_kl(hidden, head, states, ref_head,
-                                             temperature=temperature)
-    return Scored(logprobs, states, frozen_states, full_kl=kl)
+    kl = None if of_policy is None else full_kl(of_policy.states, of_policy.head, states, head,
+                                                temperature=temperature)
+    return Scored(logprobs, states, entering[-1] if entering else frozen_states, full_kl=kl)
 
 
 def frozen_split(policy: Policy) -> stacks.SplitPoint | None:

@@ -1,5 +1,5 @@
 """The private parts of transformers that ppocli uses: the registry of attention functions, the
-layers of its cache, and two building blocks. No other module touches them."""
+layers of its cache, and three building blocks. No other module touches them."""
 
 import inspect
 from collections.abc import Callable
@@ -19,15 +19,49 @@ def conv1d() -> Any:
     return Conv1D
 
 
-def fuse_activations(lm: torch.nn.Module) -> None:
-    """GELU by its approximation with tanh, of which GPT-2's and others' code makes eight passes, in
-    one."""
+def fuse_layers(lm: torch.nn.Module) -> None:
+    """In one pass where the model's code makes several: GELU by its approximation with tanh, of
+    which GPT-2's and others' code makes eight, and, on a GPU, RMSNorm as of Llama, of which it
+    makes six, and about twice as many for its gradient."""
     from transformers.activations import FastGELUActivation, NewGELUActivation
 
     for module in list(lm.modules()):
         for name, child in module.named_children():
             if type(child) in (NewGELUActivation, FastGELUActivation):
                 setattr(module, name, torch.nn.GELU(approximate="tanh"))
+        kind: Any = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            module.__class__ = _fused_norm(kind)
+
+
+class _FusedNorm(torch.nn.Module):
+    """RMSNorm through torch's function: on a CPU that makes the same numbers by the same
+    operations, on a GPU from torch 2.9 on by one kernel."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the plain one's, to which half precision on a CPU, or mixed with fp32, is left: it
+        would be rounded elsewhere."""
+        dtype, on_cpu = hidden.dtype, hidden.device.type == "cpu"
+        if self.weight.dtype != dtype or (on_cpu and dtype != torch.float32):
+            plain: torch.Tensor = super().forward(hidden)
+            return plain
+        return torch.nn.functional.rms_norm(
+            hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+@cache
+def _fused_norm(plain: Any) -> Any:
+    """The kind of norm in place of ``plain``: itself, unless its code is Llama's."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    code, llamas = (inspect.unwrap(kind.forward).__code__ for kind in (plain, LlamaRMSNorm))
+    if (code.co_code, code.co_names, code.co_consts) != (
+            llamas.co_code, llamas.co_names, llamas.co_consts):
+        return plain
+    return type(plain.__name__, (_FusedNorm, plain), {})
 
 
 # Attention ----------------------------------------------------------------------------------------
@@ -78,8 +112,7 @@ def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
 # The cache of keys and values ---------------------------------------------------------------------
 
 def cache_name(module: Any) -> str:
-    """What a model or a decoder calls the cache that it is handed: transformers 5.24 has renamed
-    it, and warns of the old name."""
+    """What a model calls its cache: transformers 5.24 has renamed it, and warns of the old name."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
@@ -111,10 +144,8 @@ def _roomy_layer() -> Any:
                    ) -> tuple[torch.Tensor, torch.Tensor]:
             """Add [b, H, n, D] keys and values; returns all, or the whole room if it is held."""
             if self.column is not None:
-                rooms = [getattr(held, _ROOM) for held in (self.keys, self.values)]
-                for room, new in zip(rooms, (key_states, value_states), strict=True):
-                    room.index_copy_(2, self.column, new.to(room.dtype))
-                return rooms[0], rooms[1]
+                return (getattr(self.keys, _ROOM).index_copy_(2, self.column, key_states),
+                        getattr(self.values, _ROOM).index_copy_(2, self.column, value_states))
             if not self.is_initialized:
                 self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
                 self.is_initialized = True
@@ -127,13 +158,9 @@ def _roomy_layer() -> Any:
 
 
 def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
-    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room.
-
-    They are kept in the type of attention's products: under autocast all of them would else be
-    rounded anew for every token.
-    """
-    count, end = held.shape[2], held.shape[2] + new.shape[2]
-    room = getattr(held, _ROOM, None)
+    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room; in
+    the type of attention's products: under autocast all would else be rounded anew each time."""
+    count, end, room = held.shape[2], held.shape[2] + new.shape[2], getattr(held, _ROOM, None)
     if room is None or room.shape[2] < end:
         kind = new.device.type
         dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
@@ -184,11 +211,8 @@ def room_of(states: torch.Tensor) -> torch.Tensor | None:
 
 
 def give_room(cache: Any, most: int) -> Any:
-    """Transformers' cache, empty or not, with such layers in place of its plain ones.
-
-    Args:
-        most: tokens of a row that it will hold at the end.
-    """
+    """Transformers' cache with such layers in place of its plain ones, for ``most`` tokens a
+    row."""
     from transformers.cache_utils import DynamicLayer
 
     for i, layer in enumerate(cache.layers):

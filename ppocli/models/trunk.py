@@ -42,11 +42,9 @@ def decoder_start(lm: Any) -> int | None:
 
 
 def state_scale(lm: Any) -> float:
-    """By which a model multiplies its final states on their way into the output embedding.
-
-    T5 and its kin scale the decoder's states where the embeddings are tied (Raffel et al. 2020,
-    arXiv 1910.10683, from the Mesh TensorFlow implementation).
-    """
+    """By which a model multiplies its final states on their way into the output embedding. T5 and
+    its kin scale the decoder's states where the embeddings are tied (Raffel et al. 2020, arXiv
+    1910.10683, from the Mesh TensorFlow implementation)."""
     config = lm.config
     if config.model_type not in RELATIVE_POSITIONS or config.model_type == "mt5":
         return 1.0  # mT5 was trained with an output embedding of its own, and isn't scaled
@@ -97,15 +95,17 @@ def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
 
 def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     """[N, D] final hidden states of ``lm``'s trunk at the positions that predict the response."""
-    if batch.encoder_tokens is None:
-        states = trunk_states(lm, batch)
-    else:
-        encoded = lm.get_encoder()(input_ids=batch.encoder_tokens,
-                                   attention_mask=batch.encoder_mask).last_hidden_state
-        states = lm.get_decoder()(
-            input_ids=batch.tokens, encoder_hidden_states=encoded,
-            encoder_attention_mask=batch.encoder_mask, use_cache=False).last_hidden_state
+    states = trunk_states(lm, batch) if batch.encoder_tokens is None else _decoder_states(lm, batch)
     return states.reshape(-1, states.shape[-1]).index_select(0, batch.predictors)
+
+
+def _decoder_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
+    """As :func:`trunk_states`, of a batch with an encoder's part."""
+    encoded = lm.get_encoder()(input_ids=batch.encoder_tokens,
+                               attention_mask=batch.encoder_mask).last_hidden_state
+    return lm.get_decoder()(
+        input_ids=batch.tokens, encoder_hidden_states=encoded,
+        encoder_attention_mask=batch.encoder_mask, use_cache=False).last_hidden_state
 
 
 # The stack of layers ------------------------------------------------------------------------------
@@ -211,8 +211,7 @@ def split_at(lm: Any, layer: int) -> SplitPoint:
 
 @contextmanager
 def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects what enters the layer, [b, T, D] for each forward pass meanwhile; nothing without a
-    split."""
+    """Collects what enters the layer, [b, T, D] of each pass meanwhile; nothing without a split."""
     inputs: list[torch.Tensor] = []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,21 +18,11 @@ if TYPE_CHECKING:
 
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, *, kl_coef: float,
                   dense: torch.Tensor | None = None) -> torch.Tensor:
-    """``r_t = -kl_coef * kl_t``, plus each sample's score on its last response token.
-
-    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", eq. 2, with the score
-    on the last valid token of each sample (its end-of-sequence token if there is one).
-
-    Args:
-        scores: [B] score of each sample, added at the last true entry of its mask row.
-        kl: [B, R] per-token KL estimates (nats).
-        mask: [B, R] bool, contiguous from column 0. A row without a true entry gets no score.
-        kl_coef: beta; 0 where the KL is a term of the loss.
-        dense: [B, R] rewards that already lie on their own tokens.
-
-    Returns:
-        [B, R], zero where ``mask`` is false.
-    """
+    """[B, R] ``r_t = -kl_coef * kl_t``, plus each sample's score [B] on its last response token,
+    zero outside the mask (Ziegler et al. 2019, "Fine-Tuning Language Models from Human
+    Preferences", eq. 2). The mask is contiguous from column 0; a row without a true entry gets no
+    score. ``kl`` are per-token estimates in nats, ``kl_coef`` is 0 where the KL is a term of the
+    loss, and ``dense`` are rewards [B, R] that already lie on their own tokens."""
     rewards = -kl_coef * kl
     if dense is not None:
         rewards = rewards + dense
@@ -75,30 +65,17 @@ class AdvantageInputs:
 
 def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
-
+    """Generalised advantage estimation (Schulman et al. 2015, eq. 16): advantages [B, R], and what
+    the critic learns [B, R], the values plus advantages of its lambda; zero outside the mask.
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
     a sample's last token is 0, whether or not it ended by itself (truncation is terminal). With
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
-    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``).
-
-    Args:
-        lam: of the advantages, one or [B], in place of what ``samples`` says.
-
-    Returns:
-        advantages [B, R] and what the critic learns [B, R], the values plus advantages of its
-        lambda; both zero outside the mask.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if (values := samples.values) is None:
-        raise ValueError("gae needs values")
+    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``, one or [B], is in place of that of
+    ``samples``."""
+    values: Any = samples.values
     if lam is None:
-        lam = samples.lam
-        if samples.lam_alpha is not None:
-            lengths = samples.mask.sum(1).clamp(min=1).to(values.dtype)
-            lam = (1.0 - 1.0 / (samples.lam_alpha * lengths)).clamp(min=0.0)
+        lam = samples.lam if samples.lam_alpha is None else _adaptive_lam(
+            samples.lam_alpha, samples.mask.sum(1).to(values.dtype))
     if samples.turns is not None:
         return _over_turns(samples, values, samples.turns, lam)
     advantages = targets = _exponential(samples, values, lam)
@@ -106,6 +83,11 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
         targets = _exponential(samples, values, samples.lam if samples.lam_value is None
                                else samples.lam_value)
     return advantages, (targets + values * samples.mask) * samples.mask
+
+
+def _adaptive_lam(alpha: float, lengths: torch.Tensor) -> torch.Tensor:
+    """[B] by :attr:`AdvantageInputs.lam_alpha`, of responses of ``lengths`` [B]."""
+    return (1.0 - 1.0 / (alpha * lengths.clamp(min=1))).clamp(min=0.0)
 
 
 def _over_turns(samples: AdvantageInputs, values: torch.Tensor, turns: torch.Tensor,
@@ -245,23 +227,9 @@ MAX_GAP = 20.0
 
 def importance_weights(gap: torch.Tensor, mask: torch.Tensor, *, level: str, cap: float
                        ) -> torch.Tensor:
-    """Truncated importance weights ``min(pi_trainer / pi_sampler, cap)`` (Ionides 2008), which
-    have no gradient.
-
-    Args:
-        gap: [B, R] log-ratios.
-        mask: [B, R] bool.
-        level: ``token``, or ``sequence`` for the product over the response, the same on all of its
-            tokens.
-
-    Returns:
-        [B, R], zero outside the mask.
-
-    Raises:
-        ValueError: for another level.
-    """
-    if level not in LEVELS:
-        raise ValueError(f"{level!r} is not one of {LEVELS}")
+    """Truncated importance weights [B, R] ``min(pi_trainer / pi_sampler, cap)`` (Ionides 2008),
+    which have no gradient, of log-ratios [B, R]; zero outside the mask. ``level`` is ``token``, or
+    ``sequence`` for the product over the response, the same on all of its tokens."""
     log_ratio = gap * mask
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)

@@ -242,7 +242,7 @@ def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], firs
         if chunk.responses:
             parts.append(rollout_of(session, chunk, data_set.rows_of(scores, rows), measured))
         start = rows.stop
-    whole = of_all_ranks(session, parts)
+    whole = of_all_ranks(session, parts, context.clock)
     if ranks.any(gaps):
         places = whole.sequences.actions
         after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,7 @@ from ppocli.data import data_set
 from ppocli.distributed.backend import to_device
 from ppocli.models import head, layout, trunk
 from ppocli.ppo import losses
-from ppocli.ppo.advantages import (
-    ESTIMATORS,
-    AdvantageInputs,
-    accepted_tokens,
-    importance_weights,
-)
+from ppocli.ppo.advantages import ESTIMATORS, AdvantageInputs, accepted_tokens, importance_weights
 from ppocli.ppo.rollout import Rollout
 from ppocli.ppo.session import Session
 from ppocli.training.task import UpdateGroup
@@ -80,14 +76,9 @@ class Experience:
     extras: ExperienceExtras = field(default_factory=ExperienceExtras)
 
     @property
-    def response_mask(self) -> torch.Tensor:
-        """[B, R] bool of the actions."""
-        return self.sequences.mask
-
-    @property
     def mean_loss_tokens(self) -> float:
         """Tokens of a sample that are in the loss, on average."""
-        counted = self.response_mask if self.extras.counts is None else self.extras.counts
+        counted = self.sequences.mask if self.extras.counts is None else self.extras.counts
         return float(counted.sum()) / len(self.sequences)
 
 
@@ -136,12 +127,10 @@ class PPOState:
 
 def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> PPOState:
     """The state with this rollout's scores in its running moments, and with the reference deviation
-    of the first rollout where ``reward.ref_std`` gives none.
-
-    They are the scores that scaling will divide: raw ones, or with ``reward.clip_first`` clipped
-    ones, the entries of a dense reward each before they are summed
-    (``CarperAI/trlx:trlx/trainer/accelerate_ppo_trainer.py@3340c2f``, ``make_experience``).
-    """
+    of the first rollout where ``reward.ref_std`` gives none. They are the scores that scaling will
+    divide: raw ones, or with ``reward.clip_first`` clipped ones, the entries of a dense reward each
+    before they are summed (``CarperAI/trlx:trlx/trainer/accelerate_ppo_trainer.py@3340c2f``,
+    ``make_experience``)."""
     reward, scores = cfg.reward, torch.tensor(rollout.scores, dtype=torch.float64)
     if reward.clip_first and reward.clip is not None:
         scores = scores.clamp(-reward.clip, reward.clip)
@@ -155,8 +144,8 @@ def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -
 
 
 def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.Tensor]:
-    """Penalties that the configuration sets, by name, each with the amount of every sample, float64
-    [B], NaN where it does not apply: ``missing_eos``, ``short``, ``overlong``."""
+    """By name the penalties that the configuration sets, ``missing_eos``, ``short``, ``overlong``,
+    with the amount of every sample, float64 [B], NaN where it does not apply."""
     reward, penalties = cfg.reward, dict[str, torch.Tensor]()
     lengths = rollout.sequences.mask.sum(1)
     full = torch.ones(len(lengths), dtype=torch.float64)
@@ -167,29 +156,31 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, torch.T
         penalties["short"] = (full * (reward.min_response_penalty or 0.0)).masked_fill(
             lengths >= reward.min_response_length, math.nan)
     if reward.overlong_buffer is not None:
-        # of an episode, all that follows the prompt
-        token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
-            if rollout.extras.episodes else lengths
-        penalties["overlong"] = losses.overlong_penalties(
-            token_counts, longest=tasks.longest_rollout(cfg), buffer=reward.overlong_buffer,
-            factor=1.0 if reward.overlong_penalty is None else reward.overlong_penalty)
+        penalties["overlong"] = _overlong_penalties(rollout, cfg, reward.overlong_buffer)
     return penalties
+
+
+def _overlong_penalties(rollout: Rollout, cfg: schema.TrainConfig, buffer: int) -> torch.Tensor:
+    # of an episode, all that follows the prompt
+    token_counts = rollout.sequences.lengths - rollout.prompts.mask.sum(1) \
+        if rollout.extras.episodes else rollout.sequences.mask.sum(1)
+    return losses.overlong_penalties(
+        token_counts, longest=tasks.longest_rollout(cfg), buffer=buffer,
+        factor=1.0 if cfg.reward.overlong_penalty is None else cfg.reward.overlong_penalty)
 
 
 def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What lands on the tokens: scaled and clipped scores, less penalties.
+    """What lands on the tokens: scaled and clipped scores less penalties, [B] for the last token,
+    and dense rewards [B, R], scaled and clipped entry by entry, or None.
 
     ``running`` divides by the running deviation (trlX ``scale_reward: running``), with
     ``reward.center`` after the running mean was taken off (TRL ``use_score_norm``); ``ref`` divides
     by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
-    it (trlX), penalties after both. Dense rewards are scaled and clipped entry by entry.
-
-    Returns:
-        scores [B] for the last token, and dense rewards [B, R] or None.
+    it (trlX), penalties after both.
     """
-    reward, dense = cfg.reward, rollout.extras.dense
-    std, mean, clip = 1.0, 0.0, math.inf if reward.clip is None else reward.clip
+    reward, dense, std, mean = cfg.reward, rollout.extras.dense, 1.0, 0.0
+    clip = math.inf if reward.clip is None else reward.clip
     before, after = (clip, math.inf) if reward.clip_first else (math.inf, clip)
     if reward.scale == "running":
         std, mean = state.moments.std, state.moments.mean if reward.center else 0.0
@@ -210,14 +201,14 @@ def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
                penalties: dict[str, torch.Tensor], *, replaces: bool
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores and dense rewards less penalties: those of responses that never ended or are too short
-    are subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, as torchtune's
-    ``reward_penalty`` and summarize-from-feedback, put in place of the score and of dense rewards,
-    the larger one if both apply."""
+    are subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, if one ``replaces``
+    them, as torchtune's ``reward_penalty`` and summarize-from-feedback, the larger one is put in
+    their place."""
     overlong = penalties.pop("overlong", None)
     if penalties:
         amounts = torch.stack(list(penalties.values()))  # [1 or 2, B], NaN where none applies
-        spared = amounts.isnan().all(0)
         if replaces:
+            spared = amounts.isnan().all(0)
             scores = torch.where(spared, scores, -amounts.nan_to_num(-math.inf).amax(0))
             dense = None if dense is None else dense * spared[:, None]
         else:
@@ -228,13 +219,10 @@ def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
 def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOConfig, *,
                         pretrains: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Advantages and returns [B, R] by ``ppo.advantage``; returns are None without a critic. The
-    samples of a prompt that are left without an invalid one are their whole group.
-
-    Args:
-        pretrains: the value function learns what really followed, ``R_t = sum over k >= t of
-            gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv
-            2503.01491, section on value pretraining).
-    """
+    samples of a prompt that are left without an invalid one are their whole group. With
+    ``pretrains`` the value function learns what really followed, ``R_t = sum over k >= t of
+    gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv 2503.01491,
+    section on value pretraining)."""
     estimator = ESTIMATORS[ppo.advantage]
     return estimator.estimate(AdvantageInputs(
         rewards, kept.sequences.mask, torch.tensor(kept.prompts.episodes) // ppo.n,
@@ -244,100 +232,96 @@ def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOCon
         turns=kept.turns if ppo.gae_unit == "turn" else None))
 
 
-def off_policy_correction(gap: torch.Tensor, mask: torch.Tensor, cfg: schema.TrainConfig
+def off_policy_correction(kept: Rollout, cfg: schema.TrainConfig
                           ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tokens that ``ppo.importance.reject`` accepts [B, R] bool, and importance weights [B, R]
-    of the policy loss, or None.
-
-    Args:
-        gap: [B, R] log-ratio of the trained policy to the one that sampled.
-        mask: [B, R] bool of the actions.
-    """
-    importance, level = cfg.ppo.importance, tasks.importance_level(cfg)
+    of the policy loss, or None; all and None from a sampler without logprobs."""
+    importance, level, mask = cfg.ppo.importance, tasks.importance_level(cfg), kept.sequences.mask
+    if (gap := kept.gap) is None:
+        return mask, None
     return accepted_tokens(gap, mask, importance.reject), None if level is None else (
         importance_weights(gap, mask, level=level, cap=importance.cap))
 
 
-def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, ent_coef: float,
+def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, progress: float,
                   advantages: torch.Tensor, returns: torch.Tensor | None, accepted: torch.Tensor,
                   importance: torch.Tensor | None, pretrains: bool) -> Experience:
-    """The record that the updates of a step read.
-
-    Args:
-        kl_coef, ent_coef: coefficients of the loss in this step.
-        accepted: [B, R] bool of the tokens that are in the loss unless they are truncated.
-    """
+    """The record that the updates of a step read, with the KL coefficient of its loss; ``accepted``
+    [B, R] bool are the tokens that are in the loss unless they are truncated."""
+    counts, coef = accepted if ppo.importance.reject else None, ppo.ent_coef
+    if ppo.mask_truncated:
+        counts = accepted & kept.finished[:, None]
+    if ppo.ent_coef_end is not None:
+        coef = (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end
     options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
-        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ent_coef,
-        kl_coef=kl_coef, kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=coef, kl_coef=kl_coef,
+        kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
         nll_coef=ppo.positive_nll_coef)
-    counts = accepted & kept.finished[:, None] if ppo.mask_truncated \
-        else accepted if ppo.importance.reject else None
-    return Experience(
-        kept.sequences, kept.logprobs,
-        kept.values * kept.sequences.mask if ESTIMATORS[ppo.advantage].needs_critic else None,
-        advantages, returns, options, ExperienceExtras(
-            ref_logprobs=kept.ref_logprobs if kl_coef > 0 else None, counts=counts,
-            importance=importance,
-            imitated=torch.tensor(kept.scores) > ppo.positive_above if ppo.positive_nll_coef
-            else None,
-            frozen_states=kept.extras.frozen_states,
-            ref_states=kept.extras.ref_states if kl_coef > 0 else [], pretrains=pretrains))
+    extras = ExperienceExtras(
+        counts=counts, importance=importance, frozen_states=kept.extras.frozen_states,
+        pretrains=pretrains)
+    if ppo.positive_nll_coef:
+        extras = replace(extras, imitated=torch.tensor(kept.scores) > ppo.positive_above)
+    if kl_coef > 0:
+        extras = replace(extras, ref_logprobs=kept.ref_logprobs, ref_states=kept.extras.ref_states)
+    values = kept.values * kept.sequences.mask if ESTIMATORS[ppo.advantage].needs_critic else None
+    return Experience(kept.sequences, kept.logprobs, values, advantages, returns, options, extras)
 
 
 def without_signal(experience: Experience, cfg: schema.TrainConfig) -> Experience:
     """The experience with no advantage and nothing to imitate: the policy stays as it is. What a
     critic doesn't predict yet of the constant score, whitened, would move it, and so would a head
     that learns the constant on the policy's trunk."""
+    extras = experience.extras
+    if extras.imitated is not None:
+        extras = replace(extras, imitated=torch.zeros_like(extras.imitated))
     head_alone = experience.values is not None and cfg.model.value.kind == "head"
-    imitated = experience.extras.imitated
-    return replace(
-        experience, advantages=torch.zeros_like(experience.advantages),
-        returns=experience.values if head_alone else experience.returns,
-        extras=replace(experience.extras, imitated=None if imitated is None else
-                       torch.zeros_like(imitated)))
+    return replace(experience, advantages=torch.zeros_like(experience.advantages), extras=extras,
+                   returns=experience.values if head_alone else experience.returns)
 
 
-def imitation_weights(experience: Experience, imitated: torch.Tensor, rows: torch.Tensor,
-                      weights: torch.Tensor, group: UpdateGroup, samples: torch.Tensor
-                      ) -> torch.Tensor:
-    """Each token's weight [N] in the likelihood of good responses (``ppo.positive_nll_coef``); they
-    sum to 1 over the update.
-
-    Args:
-        imitated: [B] bool, whether the likelihood of a sample is a term of the loss.
-        rows: [b] places of the micro-batch in the experience.
-        weights: [b] of its tokens in the loss; what is in no part of the loss has the weight 0.
-        samples: [A] bool, which atoms of the update are samples.
-    """
-    mask, counts = experience.sequences.mask, experience.extras.counts
-    update, counted = group.rows[samples], mask if counts is None else counts
-    imitated_tokens = counted[update].sum(1) * group.weights[samples].sign() * imitated[update]
+def imitation_weights(experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
+                      group: UpdateGroup) -> torch.Tensor:
+    """[N] weight of each token of the places ``rows`` [b] in the likelihood of good responses; they
+    sum to 1 over the update. What is in no part of the loss weighs 0."""
+    mask, extras = experience.sequences.mask, experience.extras
+    imitated: Any = extras.imitated
+    counted = mask if extras.counts is None else extras.counts
+    is_sample = group.rows < len(mask)  # the others are examples of ppo.ptx
+    update = group.rows[is_sample]
+    imitated_tokens = counted[update].sum(1) * group.weights[is_sample].sign() * imitated[update]
     shares = imitated[rows] * weights.sign() / imitated_tokens.sum().clamp(min=1)
     return (shares[:, None] * counted[rows])[mask[rows]]
 
 
 def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,
                step: int) -> PPOState:
-    """The state after ``step``, whose rollout was ``rollout``: with its scores in the moments, the
-    next KL coefficient, and the end of value pretraining where ``ppo.value_pretrain_until`` is
-    reached or the steps are made."""
-    ppo = cfg.ppo
+    """The state after ``step``: moments, the next KL coefficient, the end of value pretraining."""
     after = state if cfg.reward.scale == "none" else update_moments(state, rollout, cfg)
-    if ppo.kl_controller == "adaptive":
-        tokens = float(rollout.sequences.mask.sum()) / len(rollout)
-        after = replace(after, kl_coef=losses.adapt_kl_coef(
-            state.kl_coef, rollout.sequence_kl, target=ppo.target, horizon=ppo.horizon,
-            num_samples=len(rollout), rounding=losses.ROUNDING * tokens))
-    if not learnt.extras.pretrains:
-        return after
+    if cfg.ppo.kl_controller == "adaptive":
+        after = replace(after, kl_coef=_next_kl_coef(state.kl_coef, rollout, cfg.ppo))
+    return _with_end_of_pretraining(after, learnt, cfg.ppo, step) if learnt.extras.pretrains \
+        else after
+
+
+def _next_kl_coef(coef: float, rollout: Rollout, ppo: schema.PPOConfig) -> float:
+    tokens = float(rollout.sequences.mask.sum()) / len(rollout)
+    return losses.adapt_kl_coef(
+        coef, rollout.sequence_kl, target=ppo.target, horizon=ppo.horizon,
+        num_samples=len(rollout), rounding=losses.ROUNDING * tokens)
+
+
+def _with_end_of_pretraining(state: PPOState, learnt: Experience, ppo: schema.PPOConfig, step: int
+                             ) -> PPOState:
+    """The state after a step of value pretraining, which ends where ``ppo.value_pretrain_until`` is
+    reached or the steps are made."""
     explained, until = explained_variance(learnt), ppo.value_pretrain_until
     if (until is None or not explained >= until) and step < ppo.value_pretrain_steps:
-        return after
+        return state
     log.info("value pretraining ends with step %d: the value function explains %.3f of the "
              "variance of the returns; the policy trains from the next step on", step, explained)
-    return replace(after, pretrained_at=step)
+    return replace(state, pretrained_at=step)
 
 
 def explained_variance(experience: Experience) -> float:
@@ -352,47 +336,61 @@ def explained_variance(experience: Experience) -> float:
 
 
 def on_device(session: Session, experience: Experience) -> Experience:
-    """The figures that losses are made of on the device, once for all updates, and room for what
-    the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
-    where batches are laid out without waiting for the device."""
-    device, extras = session.backend.device, experience.extras
-    columns: dict[str, Any] = {}
-    further: dict[str, Any] = {}
-    for record, names, moved in (
-            (experience, ("logprobs", "values", "advantages", "returns"), columns),
-            (extras, ("ref_logprobs", "importance"), further)):
-        for name in names:
-            if (tensor := getattr(record, name)) is not None:
-                moved[name] = to_device(tensor, device)
+    """The figures that losses are made of on the device, once for all updates. Tokens and masks
+    stay on the CPU, where batches are laid out without waiting for the device."""
+    extras = experience.extras
+    if session.frozen_states_bytes or extras.ref_states:
+        extras = _with_states(session, experience)
+
+    def moved(column: Any) -> Any:
+        return None if column is None else to_device(column, session.backend.device)
+
+    return replace(
+        experience, logprobs=moved(experience.logprobs), values=moved(experience.values),
+        advantages=moved(experience.advantages), returns=moved(experience.returns),
+        extras=replace(extras, ref_logprobs=moved(extras.ref_logprobs),
+                       importance=moved(extras.importance)))
+
+
+def _with_states(session: Session, experience: Experience) -> ExperienceExtras:
+    """Room for what the layers below the lowest that trains make of each sample, and the head for
+    the reference's states."""
+    extras = experience.extras
     if session.frozen_states_bytes and not extras.frozen_states:
-        further["frozen_states"] = [None] * len(experience.sequences)
+        extras = replace(extras, frozen_states=[None] * len(experience.sequences))
     if extras.ref_states and session.reference is not None:
         with session.reference.view(session.policy.lm) as view:
-            further["ref_head"] = head.HeadWeights.of(view).as_now()
-    return replace(experience, **columns, extras=replace(extras, **further))
+            extras = replace(extras, ref_head=head.HeadWeights.of(view).as_now())
+    return extras
 
 
 def replay(session: Session, experience: Experience, rows: torch.Tensor, *, value_only: bool
            ) -> tuple[head.TokenFigures, int]:
-    """The policy's figures of some rows of ``experience``, and how many tokens were computed.
+    """The policy's figures of some rows of ``experience``, and how many tokens were computed."""
+    samples, extras, other = experience.sequences.rows(rows), experience.extras, None
+    batch = layout.lay_out(samples, pack=session.packs).to(session.backend.device)
+    if extras.ref_head is not None:
+        states = torch.cat([extras.ref_states[i] for i in rows.tolist()])
+        other = head.OtherHead(to_device(states, session.backend.device), extras.ref_head)
+    forward = partial(session.trained.engine, temperature=session.sampling.temperature,
+                      want_entropy=tasks.wants_entropy(session.cfg.ppo), value_only=value_only,
+                      reference=other)
+    if session.policy.split is not None and extras.frozen_states:
+        forward = partial(_replay_top, session, extras.frozen_states, rows.tolist(), samples,
+                          forward)
+    return forward(batch), batch.tokens.numel()
 
-    Frozen lower layers run only for samples whose states were not kept; their outputs are kept
-    then.
-    """
-    samples, places, extras = experience.sequences.rows(rows), rows.tolist(), experience.extras
-    device, split = session.backend.device, session.policy.split
-    batch, kept = layout.lay_out(samples, pack=session.packs).to(device), None
-    if split is not None and extras.frozen_states:
-        kept = extras.frozen_states
-        batch = replace(batch, frozen_states=layout.known_states(kept, places, batch))
-    remembers = kept is not None and batch.frozen_states is None
-    other = None if extras.ref_head is None else head.OtherHead(
-        to_device(torch.cat([extras.ref_states[i] for i in places]), device), extras.ref_head)
-    with trunk.inputs_at(split if remembers else None, session.policy.lm) as entering:
-        out = session.trained.engine(batch, temperature=session.sampling.temperature,
-                                     want_entropy=tasks.wants_entropy(session.cfg.ppo),
-                                     value_only=value_only, reference=other)
-    if kept is not None and entering:
+
+def _replay_top(session: Session, kept: list[torch.Tensor | None], places: list[int],
+                samples: layout.Sequences, forward: Callable[..., head.TokenFigures],
+                batch: layout.SequenceBatch) -> head.TokenFigures:
+    """As :func:`replay`, of a policy whose lower layers are frozen: they run only for samples whose
+    states were not kept; their outputs are kept then."""
+    batch = replace(batch, frozen_states=layout.known_states(kept, places, batch))
+    with trunk.inputs_at(session.policy.split if batch.frozen_states is None else None,
+                         session.policy.lm) as entering:
+        out = forward(batch)
+    if entering:
         layout.keep_states(kept, session.frozen_states_bytes, places,
                            (samples.lengths - 1).tolist(), batch, entering[-1])
-    return out, batch.tokens.numel()
+    return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,18 +107,11 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor:
-    """Scale to unit variance over the true entries of ``mask``, and to zero mean if ``center``.
+    """Scale [B, R] values of a whole rollout, those of all ranks, to unit variance over the true
+    entries of ``mask``, and to zero mean if ``center`` (advantages, not rewards); zero elsewhere.
 
     ``(x - mean) / sqrt(var + 1e-8)``, plus the mean again without ``center``; biased variance, as
     openai/lm-human-preferences (``lm_human_preferences/utils/core.py::whiten``) has it.
-
-    Args:
-        x: [B, R] values of a whole rollout, those of all ranks.
-        mask: [B, R] bool.
-        center: true leaves mean 0 (advantages), false keeps the mean (rewards).
-
-    Returns:
-        [B, R], zero where ``mask`` is false.
     """
     mean = masked_mean(x, mask)
     var = masked_mean((x - mean).square(), mask)
@@ -131,24 +124,13 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str
                  ) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled tokens, in nats, by one of
-    :data:`SAMPLED_ESTIMATORS`; a ValueError for another name. (``full`` needs the whole vocabulary
-    and is computed by the model.)"""
+    """Estimate of KL(policy || reference) per sampled token, in nats, by one of
+    :data:`SAMPLED_ESTIMATORS`; ``full``, over the whole vocabulary, is computed by the model."""
     log_ratio = logprobs - ref_logprobs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "abs":
-        return log_ratio.abs()
-    if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    if estimator in ("k3", "k3+"):
-        cut = log_ratio.clamp(min=-20.0)
-        k3 = torch.expm1(-cut) + cut
-        if estimator == "k3":
-            return k3
-        k2 = 0.5 * log_ratio.square()
-        return k2 - k2.detach() + k3.detach()
-    raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
+    k2, cut = 0.5 * log_ratio.square(), log_ratio.clamp(min=-20.0)
+    k3 = torch.expm1(-cut) + cut
+    return {"k1": log_ratio, "abs": log_ratio.abs(), "k2": k2, "k3": k3,
+            "k3+": k2 - k2.detach() + k3.detach()}[estimator]
 
 
 def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: int,
@@ -176,28 +158,17 @@ def adapt_kl_coef(coef: float, sequence_kl: float, *, target: float, horizon: in
 
 def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
                   total_samples: int, max_tokens: int) -> torch.Tensor:
-    """The weight of each sample's tokens in the loss of one optimizer update.
-
-    Weighting tokens instead of averaging micro-batches makes the gradient independent of
-    micro-batch size, accumulation and number of ranks.
-
-    Args:
-        lengths: [B] response tokens of each sample in this part of the update.
-        aggregation: one of :data:`AGGREGATIONS`.
-        total_tokens, total_samples: of the whole update, over all micro-batches and ranks.
-        max_tokens: the longest response there can be.
-
-    Returns:
-        [B] weight of each token of the sample.
-    """
-    ones, samples = torch.ones_like(lengths, dtype=torch.float32), max(total_samples, 1)
-    if aggregation == "seq-mean-token-mean":
-        return 1.0 / (lengths.clamp(min=1).float() * samples)
-    divisors = {"token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
-                "seq-mean-token-sum-norm": samples * max_tokens}
-    if aggregation not in divisors:
-        raise ValueError(f"{aggregation!r} is not one of {AGGREGATIONS}")
-    return ones / divisors[aggregation]
+    """[B] the weight of each token of samples with these ``lengths`` [B] in the loss of one update,
+    which has ``total_tokens`` and ``total_samples`` over all micro-batches and ranks; no response
+    can have more than ``max_tokens``. Weighting tokens instead of averaging micro-batches makes the
+    gradient independent of micro-batch size, accumulation and number of ranks."""
+    samples = max(total_samples, 1)
+    divisors: dict[str, Any] = {
+        "token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
+        "seq-mean-token-mean": lengths.clamp(min=1).float() * samples,
+        "seq-mean-token-sum-norm": samples * max_tokens}
+    weights: torch.Tensor = torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +192,36 @@ class LossOptions:
     """of the KL term; 0 where the reward is charged instead"""
     kl_estimator: str = "k3"
     """of the KL term, one of :data:`SAMPLED_ESTIMATORS`, unless the full KL is an argument"""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """N response tokens of a micro-batch, laid flat, each tensor [N] but ``lengths``."""
+
+    logprobs: torch.Tensor
+    """of the policy as it is now, as are ``values`` and ``entropy``"""
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    """each token's weight in the loss, from :func:`token_weights`"""
+    total_tokens: int
+    """of the whole update; the diagnostics are means over them"""
+    values: torch.Tensor | None = None
+    """None without a critic, as are the next two"""
+    old_values: Any = None
+    returns: Any = None
+    entropy: torch.Tensor | None = None
+    """None where it isn't part of the loss, as ``ref_logprobs``"""
+    ref_logprobs: torch.Tensor | None = None
+    lengths: Any = None
+    """[b] tokens of each response, whose sum is N; gspo alone needs them"""
+    imitated: torch.Tensor | None = None
+    """each token's weight in the likelihood of good responses, which over the whole update sum to
+    1; or None"""
+    full_kl: torch.Tensor | None = None
+    """the KL over the whole vocabulary, in place of an estimate; or None"""
+    importance: torch.Tensor | None = None
+    """a factor of each token's policy loss; or None"""
 
 
 class PPOLoss(NamedTuple):
@@ -261,26 +262,17 @@ def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Ten
     return log_ratio - log_ratio.detach() + means[row]
 
 
-def _policy_terms(logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor,
-                  lengths: torch.Tensor | None, options: LossOptions
+def _policy_terms(tokens: LossInputs, log_ratio: torch.Tensor, options: LossOptions
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each token's policy loss [N], of :data:`POLICY_LOSSES`, and where the clip and the dual clip
-    were what counted."""
+    """[N] policy loss of each token, and where the clip and the dual clip were what counted."""
     if options.policy_loss == "gspo":
-        if lengths is None:
-            raise ValueError("gspo needs the lengths of the responses")
-        log_ratio = _sequence_ratio(log_ratio, lengths)
-    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+        log_ratio = _sequence_ratio(log_ratio, tokens.lengths)
+    ratio, advantages = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), tokens.advantages
     high = options.cliprange if options.cliprange_high is None else options.cliprange_high
     near = ratio.clamp(1.0 - options.cliprange, 1.0 + high)
     if options.policy_loss in ("cispo", "dis"):
-        # a floor under cispo's weights would keep pushing down what is rare already
-        near = near if options.policy_loss == "dis" else ratio.clamp(max=1.0 + high)
-        outside = near != ratio
-        weight = ratio.masked_fill(outside, 0.0) if options.policy_loss == "dis" else near
-        return -weight.detach() * advantages * logprobs, outside, torch.zeros_like(outside)
-    unclipped = -advantages * ratio
-    clipped = -advantages * near
+        return _weighted_logprobs(tokens, ratio, near, 1.0 + high, options.policy_loss)
+    unclipped, clipped = -advantages * ratio, -advantages * near
     loss = torch.maximum(unclipped, clipped)
     is_clipped = clipped > unclipped
     if options.dual_clip is None:
@@ -288,6 +280,17 @@ def _policy_terms(logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: t
     bound = -advantages * options.dual_clip
     is_bounded = (advantages < 0) & (loss > bound)
     return torch.where(is_bounded, bound, loss), is_clipped, is_bounded
+
+
+def _weighted_logprobs(tokens: LossInputs, ratio: torch.Tensor, near: torch.Tensor, most: float,
+                       policy_loss: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`_policy_terms`, of ``cispo`` and ``dis``."""
+    # a floor under cispo's weights would keep pushing down what is rare already
+    near = near if policy_loss == "dis" else ratio.clamp(max=most)
+    outside = near != ratio
+    weight = ratio.masked_fill(outside, 0.0) if policy_loss == "dis" else near
+    return (-weight.detach() * tokens.advantages * tokens.logprobs, outside,
+            torch.zeros_like(outside))
 
 
 def _value_terms(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor,
@@ -304,57 +307,40 @@ def _value_terms(values: torch.Tensor, old_values: torch.Tensor, returns: torch.
     return torch.maximum(square, clipped), (clipped > square) & (change != moved), square
 
 
-def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torch.Tensor,
-             advantages: torch.Tensor, weights: torch.Tensor, total_tokens: int,
-             values: torch.Tensor | None = None, old_values: torch.Tensor | None = None,
-             returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
-             ref_logprobs: torch.Tensor | None = None, lengths: torch.Tensor | None = None,
-             imitated: torch.Tensor | None = None, full_kl: torch.Tensor | None = None,
-             importance: torch.Tensor | None = None) -> PPOLoss:
-    """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N]:
+def ppo_loss(options: LossOptions, tokens: LossInputs) -> PPOLoss:
+    """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9):
     policy + vf_coef * value / 2 - ent_coef * entropy + kl_coef * kl + nll_coef * nll, each but the
     last a sum of ``weights`` times the term. The KL is differentiated as it stands (Shao et al.
     2024, eq. 4, for k3), nll is ``-sum imitated logprob`` (VAPO, Yue et al. 2025, arXiv
-    2504.05118).
-
-    Args:
-        weights: each token's weight in the loss, from :func:`token_weights`.
-        total_tokens: of the whole update; the diagnostics are means over them.
-        values, old_values, returns: all None without a critic.
-        entropy, ref_logprobs: None where they are not part of the loss.
-        lengths: [b] tokens of each response, whose sum is N; gspo alone needs them.
-        imitated: each token's weight in the likelihood of good responses, which over the whole
-            update sum to 1; or None.
-        full_kl: the KL over the whole vocabulary, in place of an estimate; or None.
-        importance: a factor of each token's policy loss; or None.
-    """
-    log_ratio, share = logprobs - old_logprobs, 1.0 / max(total_tokens, 1)
-    losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages, lengths,
-                                                   options)
-    policy = (weights * (losses if importance is None else importance * losses)).sum()
+    2504.05118)."""
+    logprobs, weights = tokens.logprobs, tokens.weights
+    log_ratio, share = logprobs - tokens.old_logprobs, 1.0 / max(tokens.total_tokens, 1)
+    losses, is_clipped, is_bounded = _policy_terms(tokens, log_ratio, options)
+    policy = (weights * (losses if tokens.importance is None else tokens.importance * losses)).sum()
     total, zero = policy, policy.new_zeros(())
-    value = mean_entropy = kl = nll = value_clipfrac = value_error = zero
-    if values is not None and old_values is not None and returns is not None:
-        squares, is_cut, errors = _value_terms(values, old_values, returns, options.cliprange_value)
+    value = entropy = kl = nll = value_clipfrac = value_error = zero
+    if tokens.values is not None:
+        squares, is_cut, errors = _value_terms(tokens.values, tokens.old_values, tokens.returns,
+                                               options.cliprange_value)
         value = 0.5 * (weights * squares).sum()
         value_clipfrac, value_error = is_cut.sum() * share, errors.detach().sum() * share
         total = total + options.vf_coef * value
-    if entropy is not None:
-        mean_entropy = entropy.detach().sum() * share
-        total = total - options.ent_coef * (weights * entropy).sum()
-    if ref_logprobs is not None:
-        kl = full_kl if full_kl is not None else kl_per_token(
-            logprobs, ref_logprobs, options.kl_estimator)
+    if tokens.entropy is not None:
+        entropy = tokens.entropy.detach().sum() * share
+        total = total - options.ent_coef * (weights * tokens.entropy).sum()
+    if tokens.ref_logprobs is not None:
+        kl = tokens.full_kl if tokens.full_kl is not None else kl_per_token(
+            logprobs, tokens.ref_logprobs, options.kl_estimator)
         # the gradient of a KL that is rounding alone is noise, of which Adam makes whole steps
-        kl = torch.where((logprobs - ref_logprobs).detach().abs() <= ROUNDING, 0.0, kl)
+        kl = torch.where((logprobs - tokens.ref_logprobs).detach().abs() <= ROUNDING, 0.0, kl)
         kl = (weights * kl).sum()
         total = total + options.kl_coef * kl
-    if imitated is not None:
-        nll = -(imitated * logprobs).sum()
+    if tokens.imitated is not None:
+        nll = -(tokens.imitated * logprobs).sum()
         total = total + options.nll_coef * nll
     moved = log_ratio.detach()
     return PPOLoss(
-        total, policy.detach(), value.detach(), mean_entropy, kl.detach(), nll.detach(),
+        total, policy.detach(), value.detach(), entropy, kl.detach(), nll.detach(),
         approx_kl=-moved.sum() * share, approx_kl_squared=0.5 * moved.square().sum() * share,
         policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,
         value_clipfrac=value_clipfrac, value_error=value_error,

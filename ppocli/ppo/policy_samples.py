@@ -1,6 +1,7 @@
 """Samples of the policy: generated in chunks; scored by the reward and the metric, on each rank for
 its own or on rank 0 for all, and in a thread where a reward that waits for others need not keep
-generation waiting; and evaluated on fixed prompts with fixed random numbers."""
+generation waiting; and evaluated on fixed prompts with fixed random numbers. All ranks call what is
+here in step."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -20,13 +21,13 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.head import vocabulary_of
 from ppocli.models.policy import Policy
 from ppocli.ppo import step_metrics
-from ppocli.ppo.rollout import Chunk, measure
+from ppocli.ppo.rollout import Chunk, PassOptions, measure
 from ppocli.ppo.session import EvalSession, Session
 from ppocli.rewards.reward_records import RewardRequest, RewardScores, step_texts
 from ppocli.rewards.scoring import Reward
 from ppocli.runs import faults
 from ppocli.runs.daemon import in_daemon, outcome_of
-from ppocli.runs.episode import DONE, without_environments
+from ppocli.runs.episode import DONE, Episode, without_environments
 from ppocli.sampling.sampler import GenerationModel, sample_chunks
 from ppocli.sampling.samples import (
     EVALUATION,
@@ -46,10 +47,8 @@ def contexts_of(session: EvalSession, prompts: PromptBatch) -> list[list[int]]:
     the prompt for a causal model, whose response continues it."""
     if session.loaded.decoder_start is not None:
         return [[]] * len(prompts.tokens)
-    rows = list[list[int]]()
-    for row, mask in zip(prompts.tokens, prompts.mask, strict=True):
-        rows.append(row[mask].tolist())
-    return rows
+    starts = (~prompts.mask).sum(1).tolist()
+    return [row[start:] for row, start in zip(prompts.tokens.tolist(), starts, strict=True)]
 
 
 def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local: int,
@@ -64,9 +63,9 @@ def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local
 
 
 def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBatch, int]:
-    """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them
-    count, as of :meth:`~ppocli.distributed.ranks.Ranks.share`. Each prompt comes ``ppo.n`` times in
-    a row; the order is a function of the seed and the position alone."""
+    """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them are
+    its own (:meth:`Ranks.share`): each ``ppo.n`` times in a row, in an order by seed and position
+    alone."""
     n, first, stop = session.cfg.ppo.n, start // session.cfg.ppo.n, start + count
     indices = session.prompts.indices(first, -(-stop // n) - first, seed=session.cfg.seed,
                                       shuffle=session.cfg.prompts.shuffle)
@@ -78,14 +77,9 @@ def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBa
 def generate_chunks(session: Session, context: StepContext, policy: Policy, spec: SamplingSpec,
                     prompts: PromptBatch, num_local: int, samples: Samples | None = None,
                     size: int = 0) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``num_local`` of them for this rank: each chunk
-    as soon as it is complete, in their order. All ranks call it in step.
-
-    Args:
-        policy: as the sampler's ``acting`` yields it.
-        samples: of an earlier policy, in place of new ones.
-        size: prompts at a time; 0: the session's.
-    """
+    """Sample one response to each prompt, the first ``num_local`` for this rank, or take
+    ``samples`` of an earlier policy: chunks of ``size`` (by default the session's) as soon as they
+    are complete, in their order."""
     start, size = 0, size or session.chunk_size
     made = sample_policy(session, context, policy, prompts, spec, ROLLOUT, size) \
         if samples is None else (samples.rows(slice(i, i + size))
@@ -100,38 +94,46 @@ def generate_chunks(session: Session, context: StepContext, policy: Policy, spec
 
 def sample_policy(session: EvalSession, context: StepContext, policy: Policy, prompts: PromptBatch,
                   spec: SamplingSpec, stream: int, size: int = 0) -> Generator[Samples]:
-    """One sample of the policy per prompt, ``size`` (by default ``chunk_size``) at a time. All
-    ranks call it in step.
-
-    Raises:
-        DivergedError: the policy's probabilities are no longer finite.
-        OutOfMemoryError: there is no room for one response.
-        ConfigError: a sampler of the user's own chose an id without a token.
-    """
-    lm, vocabulary = policy.eval().lm, vocabulary_of(policy.lm)
-    head = policy.value_head if policy.values_while_decoding else None
-    model = GenerationModel(lm, head)
-    # in fp32 they are what a forward pass gives; half of the room is for those without padding
-    exact = session.from_decode and session.backend.precision == "fp32"
-    if stream == ROLLOUT and exact and policy.split is not None:
-        tokens = prompts.tokens.shape[1] + spec.max_new_tokens
-        width = lm.get_input_embeddings().weight.shape[-1]
-        if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
-            model = GenerationModel(lm, head, policy.split)
+    """One sample of the policy, as the sampler's ``acting`` yields it, per prompt, ``size`` (by
+    default ``chunk_size``) at a time. A DivergedError where its probabilities are no longer finite,
+    an OutOfMemoryError where there is no room for one response, a ConfigError where a sampler of
+    the user's own chose an id without a token."""
+    vocabulary, split = vocabulary_of(policy.eval().lm), policy.split
+    if split is not None and not (stream == ROLLOUT and _keeps_states(session, prompts, spec)):
+        split = None
+    model = GenerationModel(
+        policy.lm, policy.value_head if policy.values_while_decoding else None, split)
     for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
                              context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                              chunk=size or session.chunk_size):
-        if not bool(torch.isfinite(out.logprobs).all()):
-            raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
-                                fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
-                                "hardware.precision=fp32")
         ids = out.sequences.action_tokens[out.sequences.mask]
-        if bool((absent := vocabulary.lacks(ids)).any()):
-            raise ConfigError(f"{type(session.sampler).__name__} sampled id "
-                              f"{int(ids[absent][0])}, for which the tokenizer has no token.",
-                              where="rollout.engine", fix="sample from the tokenizer's ids alone: "
-                              "a model may have more rows than those")
+        if not bool(torch.isfinite(out.logprobs).all()) or bool(vocabulary.lacks(ids).any()):
+            raise _unusable(session, out.logprobs, ids[vocabulary.lacks(ids)])
         yield out
+
+
+def _keeps_states(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec) -> bool:
+    """Whether decoding keeps what enters the policy's lowest layer that trains."""
+    # in fp32 they are what a forward pass gives; half of the room is for those without padding
+    if not session.from_decode or session.backend.precision != "fp32":
+        return False
+    tokens = prompts.tokens.shape[1] + spec.max_new_tokens
+    width = session.policy.lm.get_input_embeddings().weight.shape[-1]
+    return bool(4 * session.cfg.ppo.num_rollouts * tokens * width
+                <= session.frozen_states_bytes // 2)
+
+
+def _unusable(session: EvalSession, logprobs: torch.Tensor, absent: torch.Tensor
+              ) -> DivergedError | ConfigError:
+    """The error for samples whose logprobs are not finite, or for ids without a token [n]."""
+    if not bool(torch.isfinite(logprobs).all()):
+        return DivergedError("The policy became non-finite: its token probabilities are NaN.",
+                             fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
+                             "hardware.precision=fp32")
+    return ConfigError(f"{type(session.sampler).__name__} sampled id {int(absent[0])}, for which "
+                       "the tokenizer has no token.", where="rollout.engine",
+                       fix="sample from the tokenizer's ids alone: a model may have more rows than "
+                       "those")
 
 
 # Scores -------------------------------------------------------------------------------------------
@@ -146,11 +148,7 @@ class PendingScores:
     work: Callable[[], Any]
 
     def wait(self, phase: str) -> Any:
-        """The scores [b] of this rank's samples. All ranks call it in step.
-
-        Raises:
-            PpocliError: on all ranks, what the reward raised on any.
-        """
+        """The scores [b] of this rank's samples; all ranks raise what the reward raised on any."""
         if not self.whole:
             return self.ranks.all_do(self.work, phase)
         return rows_of(self.ranks.first_does(self.work),
@@ -159,17 +157,18 @@ class PendingScores:
 
 def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
                responses: list[str]) -> RewardRequest:
-    """Samples as a reward or a metric gets them; special tokens are left out and stop sequences
-    trimmed."""
-    before = contexts_of(session, prompts) if session.reward.has_steps else ()
-    episodes = out.episodes or ()
-    return RewardRequest(
-        prompts=prompts.texts, responses=responses, response_ids=out.action_ids,
-        columns=prompts.columns, tokenizer=session.tokenizer, ended=out.finished.tolist(),
-        messages=prompts.messages, prompt_ids=before, episodes=episodes,
-        chats=[one.conversation(prompt) for one, prompt in zip(
-            episodes, prompts.messages, strict=True)] if episodes and prompts.messages else (),
-        progress=context.progress)
+    """Samples as a reward or a metric gets them: no special tokens, stop sequences trimmed."""
+    request = RewardRequest(
+        prompts.texts, responses, out.action_ids, prompts.columns, session.tokenizer,
+        ended=out.finished.tolist(), messages=prompts.messages, progress=context.progress,
+        prompt_ids=contexts_of(session, prompts) if session.reward.has_steps else ())
+    return _with_episodes(request, out.episodes) if out.episodes else request
+
+
+def _with_episodes(request: RewardRequest, episodes: list[Episode]) -> RewardRequest:
+    chats = [one.conversation(prompt) for one, prompt in zip(
+        episodes, request.messages, strict=True)] if request.messages else ()
+    return replace(request, episodes=episodes, chats=chats)
 
 
 def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
@@ -197,40 +196,44 @@ def whole_request(session: EvalSession, request: RewardRequest) -> RewardRequest
 
 def start(session: EvalSession, context: StepContext, chunk: Chunk,
           previous: PendingScores | None = None) -> PendingScores:
-    """Hand a chunk to the reward. All ranks call it in step.
-
-    A reward that waits for others (``reward.overlap``) scores it while the next chunk is generated;
-    it gets one chunk at a time and in their order, either way. Where it is not to overlap, but
-    waits, or may take no longer than ``reward.timeout``, it runs in a thread all the same, so that
-    this one gets a stop.
-
-    Args:
-        previous: the chunk before, if any.
-    """
+    """Hand a chunk to the reward, behind the ``previous`` one."""
     reward, cfg, ranks = session.reward, session.cfg.reward, session.backend.ranks
     request = request_of(session, context, chunk.prompts, chunk.samples, chunk.responses)
     whole = reward.needs_all_samples and ranks.world > 1
     if whole:
         request = whole_request(session, request)
+    work: Callable[[], RewardScores] = partial(_scores, reward, request)
+    if reward.waits or cfg.overlap == "always" or cfg.timeout is not None:
+        work = _in_thread(session, context, work, whole, previous)
+    return PendingScores(ranks, whole, work)
 
-    def score() -> RewardScores:
-        faults.point("score.before")
-        scores = reward.score(in_steps(reward, request) if reward.has_steps else request)
-        faults.point("score.after")
-        return scores
 
+def _scores(reward: Reward, request: RewardRequest) -> RewardScores:
+    faults.point("score.before")
+    scores = reward.score(in_steps(reward, request) if reward.has_steps else request)
+    faults.point("score.after")
+    return scores
+
+
+def _in_thread(session: EvalSession, context: StepContext, work: Callable[[], T], whole: bool,
+               previous: PendingScores | None) -> Callable[[], T]:
+    """What returns the scores of a reward that waits for others, or has a time limit.
+
+    With ``reward.overlap`` it scores a chunk while the next one is generated; it gets one chunk at
+    a time and in their order, either way. Where it is not to overlap, it runs in a thread all the
+    same, so that this one gets a stop.
+    """
+    reward, cfg = session.reward, session.cfg.reward
     overlaps = cfg.overlap == "always" or (cfg.overlap == "auto" and reward.waits)
-    if overlaps and (ranks.first or not whole):
-        return PendingScores(ranks, whole, begin(session, context, score,
-                                                 None if previous is None else previous.work))
-    waits = (reward.waits and cfg.overlap != "never") or cfg.timeout is not None
-    return PendingScores(ranks, whole, partial(_in_thread, session, context, score) if waits
-                         else score)
+    if overlaps and (session.backend.ranks.first or not whole):
+        return begin(session, context, work, None if previous is None else previous.work)
+    if cfg.overlap == "never" and cfg.timeout is None:
+        return work
 
+    def wait() -> T:
+        return begin(session, context, work, None)()
 
-def _in_thread(session: EvalSession, context: StepContext, work: Callable[[], T]) -> T:
-    """What ``work`` returns, while this thread gets a stop."""
-    return begin(session, context, work, None)()
+    return wait
 
 
 def _metrics(session: EvalSession, context: StepContext, chunk: Chunk) -> Any:
@@ -315,9 +318,9 @@ def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy
                                     session.tokenizer.pad_token_id)
         whole = Samples.joined(list(sample_policy(session, context, policy, prompts, spec,
                                                   EVALUATION)))
-        columns = measure(session, context, policy, whole, phase="scoring of the evaluation",
-                          want_policy=not decoded, want_values=False, estimator="k1",
-                          temperature=1.0)
+        columns = measure(session, context, policy, whole, PassOptions(
+            "scoring of the evaluation", "k1", temperature=1.0, want_logprobs=not decoded,
+            want_values=False))
         chunk = chunk_of(session, prompts, whole, num_local, spec)
         scores = start(session, context, chunk).wait("reward at evaluation")
         metrics = {} if session.metric is None else _metrics(session, context, chunk)

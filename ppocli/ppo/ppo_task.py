@@ -64,7 +64,9 @@ class PPOTask(task.Task):
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._value_schedule = tasks.value_scheduler(self.cfg.ppo)
-        self._steers_rate = tasks.steers_rate(self.cfg.ppo)
+        # a value function with a rate of its own keeps it
+        roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
+        self._steered_roles = roles if tasks.steers_rate(self.cfg.ppo) else ()
         self._ahead: rollout_sources.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -85,12 +87,8 @@ class PPOTask(task.Task):
 
     def _collect_elsewhere(self, state: TrainState, context: task.StepContext, start: int,
                            left: int) -> Rollout:
-        """As :meth:`collect`, by a way of :mod:`ppocli.ppo.rollout_sources`.
-
-        Args:
-            start: number of the next sample.
-            left: samples that the run still has to learn from.
-        """
+        """As :meth:`collect`, by a way of :mod:`ppocli.ppo.rollout_sources`, from sample ``start``
+        on, of a run that still has ``left`` to learn from."""
         cfg, session, size = self.cfg, self.session, self.length.samples_per_step
         count = min(size, left)
         episodes = range(start, start + count)
@@ -105,38 +103,26 @@ class PPOTask(task.Task):
             start + min((1 + cfg.ppo.staleness) * size, left))
 
     def plan(self, state: TrainState, batch: Rollout) -> task.Plan:
-        """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
-
-        Updates made = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped
-        ones and less what ``target_kl`` cuts off.
-
-        Raises:
-            RewardError: too few samples have a valid score.
-        """
+        """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches. Updates made
+        = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped ones and less
+        what ``target_kl`` cuts off. A RewardError where too few samples have a valid score."""
         if invalid := int((~batch.valid).sum()):
             check_invalid_share(invalid, len(batch),
                                 [one.error for one in batch.extras.episodes if one.error])
-        ppo_state = PPOState.from_json(state.task)
-        pretrains = (ppo_state.pretrained_at is None
-                     and state.step < self.cfg.ppo.value_pretrain_steps)
-        size = self.length.samples_per_step
+        before, size = PPOState.from_json(state.task), self.length.samples_per_step
         left = max(self.length.total_samples - state.episodes - size, 0)
         experience = step.to_experience(
-            batch, ppo_state, self.cfg, pretrains=pretrains,
-            progress=state.step / max(state.step + -(-left // size), 1))
+            batch, before, self.cfg, progress=state.step / max(state.step + -(-left // size), 1),
+            pretrains=before.pretrained_at is None
+            and state.step < self.cfg.ppo.value_pretrain_steps)
         plan = step.plan_updates(self.session, experience, state.step)
         if self.session.examples is not None:
-            plan = with_examples(self.session, plan, ppo_state.mixed_in)
-        if not self._steers_rate:
-            return plan
-        # a value function with a rate of its own keeps it
-        roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
-        return replace(plan, rate_factors=dict.fromkeys(roles, ppo_state.rate))
+            plan = with_examples(self.session, plan, before.mixed_in)
+        return replace(plan, rate_factors=dict.fromkeys(self._steered_roles, before.rate))
 
     def loss(self, atoms: Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
-        """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment, or
-        ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
+        """As :class:`Task`: of the policy as it is now, or of examples of ``ppo.ptx.data``."""
         examples, count = atoms.extras.examples, len(atoms.sequences)
         if examples is not None and int(rows[0]) >= count:
             return self._loss_of_examples(examples, rows - count, weights)
@@ -160,43 +146,42 @@ class PPOTask(task.Task):
             return task.Verdict.STOP
         if ppo.ratio_threshold is None or terms["ratio"] <= ppo.ratio_threshold:
             return task.Verdict.STEP
-        ratio = next(text for digits in range(3, 18)
-                     if float(text := f"{terms['ratio']:.{digits}g}") > ppo.ratio_threshold)
-        log.warning("Mean ratio %s exceeds ppo.ratio_threshold=%g (log-ratios of up to %.3g): the "
-                    "policy has moved too far from the one that sampled; the update is skipped.",
-                    ratio, ppo.ratio_threshold, terms["max_log_ratio"])
+        _warn_of_ratio(terms, ppo.ratio_threshold)
         return task.Verdict.SKIP
 
     def finish(self, state: TrainState, batch: Rollout, plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
-        """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
-        are counted."""
-        cfg, before = self.cfg, PPOState.from_json(state.task)
+        """As :class:`Task`: the KL coefficient follows its controller, bad signs are counted."""
+        cfg, before, extras = self.cfg, PPOState.from_json(state.task), batch.extras
         after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
         row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         if cfg.ppo.step_kl is not None:
             row["policy/step_kl"] = moved = kl_of_updates(result.made.get(POLICY, ()),
                                                           plan.atoms.mean_loss_tokens)
-            if self._steers_rate and result.terms["grad_norm"] > NO_GRADIENT:
-                shape = lr_factor(cfg.ppo.scheduler, state.updates,
-                                  self.length.total_updates(cfg, state))
-                after = replace(after, rate=next_rate(before.rate, moved,
-                                                      cfg.ppo.step_kl * shape**2))
+            after = replace(after, rate=self._next_rate(state, before.rate, moved, result))
         if self.session.examples is not None:
             after = replace(after, mixed_in=before.mixed_in + examples_of(cfg.ppo, len(batch)))
-        extras, tokens = batch.extras, int(batch.sequences.mask.sum())
-        if extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
+        tokens = extras.sampled_tokens or int(batch.sequences.mask.sum())
+        if extras.sampled:
+            after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
+        elif extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
             tokens += (rollout_sources.response_tokens(extras.waiting)
                        - rollout_sources.response_tokens(state.tensors))
-        if extras.sampled:
-            tokens = extras.sampled_tokens
-            after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
         after, warnings = step_metrics.watch(self.session, batch, after, row, state)
         if gap := step_metrics.decoding_gap(self.session, result):
             after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
             self.session.from_decode = False
         return task.Finished(row, after.to_json(), tensors=extras.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
+
+    def _next_rate(self, state: TrainState, rate: float, moved: float, result: task.OptimizeResult
+                   ) -> float:
+        """The factor on the learning rate of the next step, where ``ppo.step_kl`` steers it."""
+        cfg = self.cfg
+        if not self._steered_roles or result.terms["grad_norm"] <= NO_GRADIENT:
+            return rate
+        shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(cfg, state))
+        return next_rate(rate, moved, (cfg.ppo.step_kl or 0.0) * shape**2)
 
     def on_step_end(self, state: TrainState) -> None:
         """As :class:`Task`: a reference that follows the policy does so now."""
@@ -386,6 +371,15 @@ class PPOResume(task.Resume):
     def kept_step(self, state: TrainState) -> int | None:
         """As :class:`Resume`: the end of value pretraining, from which other runs can start."""
         return PPOState.from_json(state.task).pretrained_at
+
+
+def _warn_of_ratio(terms: dict[str, float], threshold: float) -> None:
+    """Warn of an update that ``ppo.ratio_threshold`` refuses."""
+    ratio = next(text for digits in range(3, 18)
+                 if float(text := f"{terms['ratio']:.{digits}g}") > threshold)
+    log.warning("Mean ratio %s exceeds ppo.ratio_threshold=%g (log-ratios of up to %.3g): the "
+                "policy has moved too far from the one that sampled; the update is skipped.",
+                ratio, threshold, terms["max_log_ratio"])
 
 
 def build_task(setup: task.TaskSetup) -> PPOTask:

@@ -1,5 +1,5 @@
 """A rollout, the record of phase 1: forward passes over the chunks that were sampled, and the
-chunks of all ranks as one."""
+chunks of all ranks as one. All ranks call what is here in step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ppocli.config.tasks import full_kl_in_loss, kl_estimator
-from ppocli.data.data_set import PromptBatch, joined, rows_of
+from ppocli.data.data_set import PromptBatch, RowRecord, joined, rows_of
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models import policy as policies
-from ppocli.models.head import HeadWeights
+from ppocli.models.head import HeadWeights, OtherHead
 from ppocli.models.layout import Sequences
 from ppocli.models.policy import Policy
 from ppocli.ppo.losses import kl_per_token
@@ -26,6 +26,7 @@ from ppocli.rewards.reward_records import RewardScores
 from ppocli.runs import faults
 from ppocli.runs.episode import Episode, turn_numbers, without_environments
 from ppocli.sampling.samples import Samples
+from ppocli.training.state import PhaseClock
 from ppocli.training.task import StepContext
 
 
@@ -80,7 +81,7 @@ class RolloutExtras:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(RowRecord):
     """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
 
     All tensors are on the CPU; figures of the actions are right-padded to R of them.
@@ -180,86 +181,94 @@ class Rollout:
         scores = torch.tensor(self.scores, dtype=torch.float32) * self.valid
         return torch.zeros(self.logprobs.shape).scatter(1, last[:, None], scores[:, None])
 
-    def rows(self, order: list[int]) -> Rollout:
-        """The samples at these places, without any that wait."""
-        return rows_of(self, order)
+
+@dataclass(frozen=True, slots=True)
+class PassOptions:
+    """What forward passes over samples are to give, next to the reference's logprobs and the KL."""
+
+    phase: str
+    """of :data:`ppocli.training.task.PASSES`"""
+    estimator: str
+    """as of :func:`~ppocli.ppo.losses.kl_per_token`, or ``full``: over the whole vocabulary"""
+    temperature: float
+    want_logprobs: bool
+    """the policy's"""
+    want_values: bool
+    want_ref_states: bool = False
+    most_frozen_bytes: int = 0
+    """for what enters the policy's lowest layer that trains"""
 
 
-def measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples, *,
-            phase: str, **options: Any) -> dict[str, Any]:
-    """Forward passes over B samples as :func:`_measure` makes them. All ranks call it in step.
-
-    Args:
-        policy: as the sampler's ``acting`` yields it.
-        phase: of :data:`ppocli.training.task.PASSES`.
-        options: further arguments of :func:`_measure`.
-
-    Raises:
-        OutOfMemoryError: there is no room for one sample.
-    """
+def measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples,
+            options: PassOptions) -> dict[str, Any]:
+    """Forward passes over B samples of the policy, as the sampler's ``acting`` yields it, and the
+    reference: by the names of :class:`Rollout`, on the CPU, ``ref_logprobs``, ``kl`` and what else
+    is wanted. An OutOfMemoryError where one sample is too much."""
     rows = min(session.forward_rows, len(out))
     return session.passes.retry(
-        phase, rows, int(out.sequences.spans.max()),
-        partial(_measure, session, context, policy, out, phase, rows, **options),
+        options.phase, rows, int(out.sequences.spans.max()),
+        partial(_measure, session, context, policy, out, options, rows),
         in_step=session.scores_in_step)
 
 
 @torch.no_grad()
-def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples, phase: str,
-             rows: int, *, want_policy: bool, want_values: bool, estimator: str, temperature: float,
-             most_frozen_bytes: int = 0, want_ref_states: bool = False) -> dict[str, Any]:
-    """By the names of :class:`Rollout`, on the CPU: ``ref_logprobs`` and ``kl`` [B, R], on demand
-    ``logprobs``, ``values`` and the reference's states; at most ``rows`` per pass, on this rank.
-
-    Args:
-        estimator: as of :func:`~ppocli.ppo.losses.kl_per_token`, or ``full``: over the vocabulary.
-        most_frozen_bytes: for what enters the policy's lowest layer that trains.
-    """
-    size, limit = session.passes.limit(phase, rows), session.cfg.ppo.micro_batch_tokens
-    mask, reference, whole = out.sequences.mask, session.reference, estimator == "full"
+def _measure(session: EvalSession, context: StepContext, policy: Policy, out: Samples,
+             options: PassOptions, rows: int) -> dict[str, Any]:
+    """As :func:`measure`, with at most so many rows per pass."""
+    size, limit = session.passes.limit(options.phase, rows), session.cfg.ppo.micro_batch_tokens
+    mask, reference, whole = out.sequences.mask, session.reference, options.estimator == "full"
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
         longest = session.backend.ranks.most(int(out.sequences.spans.max()))
         size, limit = max(1, min(size, limit // longest)), None
     batches = layout.lay_out_rows(out.sequences, size, session.backend.device, pack=session.packs,
                                   tokens=limit)
+    spread = partial(layout.spread, batches, mask.shape)
     split, frozen = None, list[torch.Tensor | None]([None] * len(batches))
-    if most_frozen_bytes and policy.split is not None:
-        split, frozen = _frozen_inputs(policy, out, batches, most_frozen_bytes)
-    ours, theirs = list[policies.Scored](), list[policies.Scored]()
+    if options.most_frozen_bytes and policy.split is not None:
+        split, frozen = _frozen_inputs(policy, out, batches, options.most_frozen_bytes)
+    ours, theirs = list[Any](), list[policies.Scored]()
     with session.backend.autocast():
-        if want_policy or want_values or whole:
-            kept_at = split if reference is None else reference.split or split
-            for i, one in enumerate(batches):
-                context.stop.check()
-                faults.point("scoring.forward", size)
-                ours.append(policies.score_policy(
-                    policy, one, temperature=temperature, split=kept_at, want_logprobs=want_policy,
-                    want_values=want_values, keep_hidden=whole))
-                frozen[i] = frozen[i] if ours[i].frozen_states is None else ours[i].frozen_states
+        if options.want_logprobs or options.want_values or whole:
+            ours = _of_policy(session, context, policy, batches, options, split, frozen)
         if reference is not None:
-            head = HeadWeights.of(policy.lm).as_now()
+            head = HeadWeights.of(policy.lm).as_now() if whole else None
             with reference.view(policy.lm) as view:
                 for i, one in enumerate(batches):
                     context.stop.check()
                     faults.point("scoring.forward", size)
                     theirs.append(policies.score_reference(
-                        reference, view, one, head, temperature=temperature,
-                        hidden=ours[i].states if whole else None, frozen_states=frozen[i],
-                        split=split if view is policy.lm else None))
+                        reference, view, one, temperature=options.temperature,
+                        of_policy=None if head is None else OtherHead(ours[i].states, head),
+                        frozen_states=frozen[i], split=split if view is policy.lm else None))
                     frozen[i] = theirs[i].frozen_states
-    logprobs = layout.spread(batches, ours, "logprobs", mask.shape) if want_policy else None
-    sampled = out.logprobs if logprobs is None else logprobs
-    ref_logprobs = sampled if reference is None else layout.spread(
-        batches, theirs, "logprobs", mask.shape)
-    kl = kl_per_token(sampled, ref_logprobs, estimator) if not whole else torch.zeros(mask.shape) \
-        if reference is None else layout.spread(batches, theirs, "full_kl", mask.shape)
-    return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl * mask,
-            "values": layout.spread(batches, ours, "values", mask.shape) if want_values else None,
+    sampled = spread(ours, "logprobs") if options.want_logprobs else out.logprobs
+    ref_logprobs = sampled if reference is None else spread(theirs, "logprobs")
+    kl = spread(theirs, "full_kl") if whole and theirs else kl_per_token(
+        sampled, ref_logprobs, "k1" if whole else options.estimator)
+    return {"logprobs": sampled if options.want_logprobs else None, "ref_logprobs": ref_logprobs,
+            "values": spread(ours, "values") if options.want_values else None, "kl": kl * mask,
+            "ref_states": [] if not options.want_ref_states else layout.states_by_sample(
+                batches, [one.states for one in theirs], mask.sum(1)) if theirs else [],
             "frozen_states": [None] * len(mask) if split is None else layout.states_of_samples(
-                batches, frozen, len(mask), most_frozen_bytes),
-            "ref_states": layout.states_by_sample(
-                batches, [one.states for one in theirs], mask.sum(1))
-            if want_ref_states and theirs else []}
+                batches, frozen, len(mask), options.most_frozen_bytes)}
+
+
+def _of_policy(session: EvalSession, context: StepContext, policy: Policy,
+               batches: list[layout.RowBatch], options: PassOptions, split: Any,
+               frozen: list[torch.Tensor | None]) -> list[policies.Scored]:
+    """What the policy makes of the batches; what enters the layer of the split, or of the
+    reference's, is put into ``frozen``."""
+    scored = list[policies.Scored]()
+    kept_at = split if session.reference is None else session.reference.split or split
+    for i, one in enumerate(batches):
+        context.stop.check()
+        faults.point("scoring.forward", len(one.rows))
+        scored.append(policies.score_policy(
+            policy, one, temperature=options.temperature, split=kept_at,
+            want_logprobs=options.want_logprobs, want_values=options.want_values,
+            keep_hidden=options.estimator == "full"))
+        frozen[i] = frozen[i] if scored[i].frozen_states is None else scored[i].frozen_states
+    return scored
 
 
 def _frozen_inputs(policy: Policy, out: Samples, batches: list[layout.RowBatch], most: int
@@ -277,63 +286,68 @@ def _frozen_inputs(policy: Policy, out: Samples, batches: list[layout.RowBatch],
 
 def measure_chunk(session: Session, context: StepContext, policy: Policy, chunk: Chunk, *,
                   forward: bool) -> dict[str, Any]:
-    """The forward passes over a chunk's samples, as of :func:`measure`. All ranks call it in step.
-
-    Args:
-        forward: also for values, and for logprobs unless ratios are to be to the sampler's own, in
-            place of those of the sampler.
-    """
+    """Forward passes over a chunk's samples (:func:`measure`); with ``forward`` also for values,
+    and for logprobs unless ratios are to be to the sampler's own."""
     ppo, in_loss = session.cfg.ppo, full_kl_in_loss(session.cfg.ppo)
-    return measure(
-        session, context, policy, chunk.out, phase="scoring",
-        want_policy=forward and ppo.old_logprobs == "trainer",
+    return measure(session, context, policy, chunk.out, PassOptions(
+        "scoring", "k1" if in_loss else kl_estimator(ppo), session.sampling.temperature,
+        want_logprobs=forward and ppo.old_logprobs == "trainer",
         want_values=policy.value_head is not None and (
             forward or not policy.values_while_decoding),
-        want_ref_states=in_loss, estimator="k1" if in_loss else kl_estimator(ppo),
-        temperature=session.sampling.temperature,
-        most_frozen_bytes=session.frozen_states_bytes * len(chunk.out) // ppo.num_rollouts)
+        want_ref_states=in_loss,
+        most_frozen_bytes=session.frozen_states_bytes * len(chunk.out) // ppo.num_rollouts))
 
 
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: dict[str, Any]
                ) -> Rollout:
     """A scored and measured chunk as a rollout, of this rank's own samples."""
-    samples, count, dense = chunk.samples, len(chunk.responses), None
+    samples, count = chunk.samples, len(chunk.responses)
     columns = measured if count == len(chunk.out) else rows_of(measured, slice(count))
-    logprobs = columns["logprobs"]
+    logprobs, values = columns["logprobs"], columns["values"]
+    extras = RolloutExtras(frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
+                           sampler_logprobs=None if logprobs is None else samples.logprobs)
     if scores.dense is not None:
-        dense = torch.zeros(samples.mask.shape)
-        dense[samples.mask] = torch.tensor(list(chain.from_iterable(scores.dense)),
-                                           dtype=torch.float32)
+        extras = replace(extras, dense=_on_tokens(scores.dense, samples.mask))
+    if samples.episodes:
+        extras = replace(extras, episodes=without_environments(samples.episodes))
     return Rollout(
-        prompts=chunk.prompts, sequences=samples.sequences,
-        logprobs=samples.logprobs if logprobs is None else logprobs,
-        ref_logprobs=columns["ref_logprobs"],
-        values=samples.values if columns["values"] is None else columns["values"],
-        kl=columns["kl"], scores=scores.scores, valid=torch.tensor(scores.valid),
-        finished=samples.finished, has_reference=session.reference is not None,
-        responses=chunk.responses, parts=scores.parts, logs=scores.logs, extras=RolloutExtras(
-            dense=dense, frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
-            sampler_logprobs=None if logprobs is None else samples.logprobs,
-            episodes=without_environments(samples.episodes) if samples.episodes else []))
+        chunk.prompts, samples.sequences, samples.logprobs if logprobs is None else logprobs,
+        columns["ref_logprobs"], samples.values if values is None else values, columns["kl"],
+        scores.scores, torch.tensor(scores.valid), samples.finished, session.reference is not None,
+        chunk.responses, scores.parts, scores.logs, extras)
 
 
-def of_all_ranks(session: Session, parts: Sequence[Rollout]) -> Rollout:
-    """The samples of all ranks, from this rank's, of which there may be none, in the order of their
-    episodes. All ranks call it in step."""
-    part = parts[0] if len(parts) == 1 else Rollout.joined(parts) if parts else None
-    if session.backend.ranks.world == 1 and part is not None:
-        return part
-    shares = session.backend.ranks.gather(part)
-    whole = Rollout.joined([part for part in shares if part is not None])
-    return whole.rows(sorted(range(len(whole)), key=whole.prompts.episodes.__getitem__))
+def _on_tokens(rows: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Tensor:
+    """[B, R] fp32 of B lists of numbers of the tokens."""
+    columns = torch.zeros(mask.shape)
+    columns[mask] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+    return columns
 
 
-def check_sampler_logprobs(session: Session, rollout: Rollout) -> None:
-    """Where ratios to the sampler's logprobs are needed, make sure that it computes them.
+def of_all_ranks(session: Session, parts: Sequence[Rollout], clock: PhaseClock) -> Rollout:
+    """The samples of all ranks in the order of their episodes, from this rank's, if any. A
+    ConfigError where ratios to the sampler's logprobs are needed, and it computes none."""
+    whole = parts[0] if len(parts) == 1 and session.backend.ranks.world == 1 else _gathered(
+        session, parts, clock)
+    if session.corrects or session.cfg.ppo.old_logprobs == "sampler":
+        _check_sampler_logprobs(session, whole)
+    return whole
 
-    Raises:
-        ConfigError: it doesn't.
-    """
+
+def _gathered(session: Session, parts: Sequence[Rollout], clock: PhaseClock) -> Rollout:
+    """As :func:`of_all_ranks`, of several ranks or parts."""
+    whole = Rollout.joined(parts) if parts else None
+    if session.backend.ranks.world > 1:
+        shares = session.backend.ranks.gather(whole)
+        whole = Rollout.joined([part for part in shares if part is not None])
+        whole = whole.rows(sorted(range(len(whole)), key=whole.prompts.episodes.__getitem__))
+        clock.mark("gather")
+    assert whole is not None
+    return whole
+
+
+def _check_sampler_logprobs(session: Session, rollout: Rollout) -> None:
+    """Refuse a sampler without logprobs (:func:`of_all_ranks`)."""
     if (session.cfg.ppo.old_logprobs == "sampler" and not bool(rollout.logprobs.any())) or (
             session.corrects and rollout.gap is None):
         raise ConfigError(f"{type(session.sampler).__name__} returns no logprobs of its samples.",

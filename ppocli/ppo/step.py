@@ -27,26 +27,17 @@ from ppocli.training.task import Plan, StepContext, UpdateGroup
 def collect_rollout(session: Session, context: StepContext, start: int, count: int,
                     samples: Samples | None = None) -> Rollout:
     """Sample, score and measure the episodes ``start`` to ``start + count``: B samples in the order
-    of their episodes, the same on all ranks.
-
-    Args:
-        samples: [B] of an earlier policy, in place of the present one's.
-
-    Raises:
-        ConfigError: ratios to the sampler's logprobs are needed, and it computes none.
-    """
-    clock, spec, pending = context.clock, session.sampling, None
+    of their episodes, the same on all ranks; or score and measure this rank's ``samples`` [b] of an
+    earlier policy."""
+    clock, pending = context.clock, None
     prompts, num_local = policy_samples.share_of_prompts(session, start, count)  # [b, Q]
-    if samples is not None:
-        samples = samples.rows(torch.tensor(prompts.episodes) - start)
-    chunks = list[tuple[rollout.Chunk, policy_samples.PendingScores]]()
     forward = samples is not None or not session.from_decode
+    chunks, parts = list[tuple[rollout.Chunk, policy_samples.PendingScores]](), list[Rollout]()
     with session.sampler.acting(session.policy) as policy:
         for chunk in policy_samples.generate_chunks(  # tokens, logprobs, values [b, R]; texts [b]
-                session, context, policy, spec, prompts, num_local, samples):
+                session, context, policy, session.sampling, prompts, num_local, samples):
             pending = policy_samples.start(session, context, chunk, pending)
             chunks.append((chunk, pending))
-        parts = list[Rollout]()
         for chunk, pending in chunks:
             clock.mark("rollout")
             columns = rollout.measure_chunk(  # logprobs, reference logprobs, values, KL [b, R]
@@ -57,28 +48,19 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
             clock.mark("reward")
             if chunk.responses:
                 parts.append(rollout.rollout_of(session, chunk, scores, columns))
-    whole = rollout.of_all_ranks(session, parts)
-    if session.corrects or session.cfg.ppo.old_logprobs == "sampler":
-        rollout.check_sampler_logprobs(session, whole)
-    if session.backend.ranks.world > 1:
-        clock.mark("gather")
-    return whole
+    return rollout.of_all_ranks(session, parts, clock)
 
 
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
                   progress: float = 0.0, pretrains: bool = False) -> Experience:
-    """Token rewards, advantages and returns [B, R] of the samples with a valid score.
-
-    Args:
-        state: before this rollout, with the KL coefficient to charge.
-        progress: 0 in the first step of the run, 1 in the last.
-        pretrains: the value function alone learns, from returns of lambda 1.
-    """
+    """Token rewards, advantages and returns [B, R] of the samples with a valid score, with the KL
+    coefficient of ``state``, that before this rollout. ``progress`` is 0 in the first step of the
+    run, 1 in the last; if it ``pretrains``, the value function alone learns, from returns of lambda
+    1."""
     ppo, kept = cfg.ppo, rollout
     if not bool(rollout.valid.all()):
         kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
     mask, kl_in = kept.sequences.mask, tasks.kl_in(ppo)
-    gap = None if kept.extras.sampler_logprobs is None else kept.gap
     # a KL that is rounding alone is not charged: whitening, and Adam, would make a signal of it
     moved = not bool((kept.k1.abs() <= losses.ROUNDING).all())  # NaN is no rounding
     if cfg.reward.scale != "none":
@@ -89,17 +71,16 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     if ppo.whiten_rewards:
         rewards = losses.whiten(rewards, mask, center=False)
     advantages, returns = exp.estimate_advantages(kept, rewards, ppo, pretrains=pretrains)
-    accepted, importance = (mask, None) if gap is None else exp.off_policy_correction(
-        gap, mask, cfg)  # [B, R] bool; [B, R] or None
+    accepted, importance = mask, None  # [B, R] bool; [B, R] or None
+    if kept.extras.sampler_logprobs is not None:
+        accepted, importance = exp.off_policy_correction(kept, cfg)
     if tasks.whitens_advantages(ppo):
         # over what is learnt from: another mean would push all of it one way
         advantages = losses.whiten(advantages, accepted, center=True)
     learnt = exp.experience_of(
         kept, ppo, kl_coef=state.kl_coef if kl_in == "loss" and kept.has_reference else 0.0,
-        ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
-        (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
-        advantages=advantages, returns=returns, accepted=accepted, importance=importance,
-        pretrains=pretrains)
+        progress=progress, advantages=advantages, returns=returns, accepted=accepted,
+        importance=importance, pretrains=pretrains)
     # scores that are equal up to rounding while the policy is still the reference: nothing to learn
     if dense is None and len(scores) > 1 and kept.has_reference and not moved and not pretrains \
             and bool(scores.max() - scores.min() <= 1e-6 * scores.abs().max()):
@@ -109,13 +90,9 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
 
 def plan_updates(session: Session, experience: Experience, step: int) -> Plan:
     """``ppo_epochs`` passes over the experience in minibatches, each pass in another order that
-    (seed, step, epoch) alone decide. Before them come ``critic_epochs`` passes for the value
-    function alone, in other orders (phasic policy gradient, Cobbe et al. 2020, arXiv 2009.04416).
-    Updates in which no token counts are left out: momentum would still make a step of them.
-
-    Args:
-        step: steps before this one.
-    """
+    (seed, steps before this one, epoch) alone decide. Before them come ``critic_epochs`` passes for
+    the value function alone, in other orders (phasic policy gradient, Cobbe et al. 2020, arXiv
+    2009.04416). Updates in which no token counts are left out: momentum would still make a step."""
     ppo, groups, first = session.cfg.ppo, list[UpdateGroup](), session.cfg.ppo.critic_epochs or 0
     part = CRITIC if step < ppo.critic_warmup_steps or experience.extras.pretrains else POLICY
     for epoch in range(first + ppo.ppo_epochs):
@@ -145,13 +122,9 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
 
 def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
          group: UpdateGroup) -> tuple[losses.PPOLoss, int]:
-    """:func:`ppocli.ppo.losses.ppo_loss` of the policy as it is now, and the tokens computed.
-
-    Args:
-        rows: [b] places in the experience.
-        weights: [b] fp32 weight of each of their tokens in the whole update.
-        group: the whole update.
-    """
+    """:func:`ppocli.ppo.losses.ppo_loss` of the policy as it is now at the places ``rows`` [b] of
+    the experience, each token of which has a weight [b] in the whole update, the ``group``; and the
+    tokens computed."""
     extras, mask = experience.extras, experience.sequences.mask[rows]
     device, lengths = session.backend.device, mask.sum(1)
     policy, tokens = exp.replay(session, experience, rows, value_only=group.part == CRITIC)
@@ -161,17 +134,13 @@ def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: 
     def flat(x: Any) -> Any:
         return None if x is None else x.reshape(-1).index_select(0, places)
 
-    term_weights = weights.repeat_interleave(lengths)  # [N]
-    if extras.counts is not None:
-        term_weights = term_weights * extras.counts[rows][mask]
-    samples = group.rows < len(experience.sequences)  # the others are examples of ppo.ptx
-    imitated = None if extras.imitated is None else to_device(exp.imitation_weights(
-        experience, extras.imitated, rows, weights, group, samples), device)
-    return losses.ppo_loss(
-        experience.options, logprobs=policy.logprobs, values=policy.values,
-        entropy=policy.entropy, old_logprobs=flat(experience.logprobs),
-        advantages=flat(experience.advantages), old_values=flat(experience.values),
-        returns=flat(experience.returns), ref_logprobs=flat(extras.ref_logprobs),
-        weights=to_device(term_weights, device), importance=flat(extras.importance),
-        total_tokens=int(group.counts[samples].sum()), lengths=to_device(lengths, device),
-        imitated=imitated, full_kl=policy.kl), tokens
+    counted = 1.0 if extras.counts is None else extras.counts[rows][mask]
+    return losses.ppo_loss(experience.options, losses.LossInputs(
+        logprobs=policy.logprobs, values=policy.values, entropy=policy.entropy, full_kl=policy.kl,
+        old_logprobs=flat(experience.logprobs), advantages=flat(experience.advantages),
+        old_values=flat(experience.values), returns=flat(experience.returns),
+        ref_logprobs=flat(extras.ref_logprobs), importance=flat(extras.importance),
+        weights=to_device(weights.repeat_interleave(lengths) * counted, device),
+        total_tokens=int(group.counts[group.rows < len(experience.sequences)].sum()),
+        lengths=to_device(lengths, device), imitated=None if extras.imitated is None else
+        to_device(exp.imitation_weights(experience, rows, weights, group), device))), tokens

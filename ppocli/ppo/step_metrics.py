@@ -32,11 +32,20 @@ CRITIC_PATIENCE = 10
 """of ``critic``: a new value function explains nothing at first"""
 
 _TERMS = (
-    ("loss/total_avg", "total"), ("loss/policy_avg", "policy"),
-    ("policy/approxkl_avg", "approx_kl_squared"), ("policy/policykl_avg", "approx_kl"),
-    ("policy/clipfrac_avg", "policy_clipfrac"), ("policy/grad_norm", "grad_norm"),
-    ("policy/max_log_ratio", "max_log_ratio"), ("val/ratio", "ratio"))
-"""figures of each step that are terms of its loss"""
+    ("loss/total_avg", "total", ""), ("loss/policy_avg", "policy", ""),
+    ("policy/approxkl_avg", "approx_kl_squared", ""), ("policy/policykl_avg", "approx_kl", ""),
+    ("policy/clipfrac_avg", "policy_clipfrac", ""), ("policy/grad_norm", "grad_norm", ""),
+    ("policy/max_log_ratio", "max_log_ratio", ""), ("val/ratio", "ratio", ""),
+    ("loss/value_avg", "value", "critic"), ("val/clipfrac_avg", "value_clipfrac", "critic"),
+    ("val/error", "value_error", "critic"),
+    ("policy/entropy_avg", "entropy", "entropy"),  # else objective/entropy, the sampled estimate
+    ("loss/kl_avg", "kl", "kl"), ("loss/positive_nll_avg", "nll", "nll"),
+    ("loss/ptx", "ptx", "ptx"), ("policy/dual_clipfrac_avg", "dual_clipfrac", "dual_clip"))
+"""figures of a step that are terms of its loss: name, term, and what must be on for it"""
+DECODING_DIFFERS = (
+    "The log-probabilities of decoding differ from those of a forward pass over the same tokens: "
+    "{:.2g} nats apart (root mean square; up to {:.2g}). From now on they come from a forward pass."
+    " ppo.logprobs_from=forward does so from the first step on.")
 
 ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
@@ -83,20 +92,16 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and biased standard deviation; NaN without any."""
-    middle, squares = mean(values), list[float]()
-    for value in values:
-        squares.append((value - middle) ** 2)
-    return middle, math.sqrt(mean(squares))
+    middle = mean(values)
+    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
                  cfg: schema.TrainConfig) -> dict[str, float]:
     """All figures of a step, named as TRL names them where it has them; ``kl_coef`` is the
     coefficient that its rewards, or its loss, were charged with."""
-    mask, extras = rollout.sequences.mask, rollout.extras
-    lengths = mask.sum(1).double()
-    score, std = mean_std(rollout.valid_scores)
-    kl, penalty = rollout.sequence_kl, 0.0
+    mask, extras, kl, penalty = rollout.sequences.mask, rollout.extras, rollout.sequence_kl, 0.0
+    lengths, (score, std) = mask.sum(1).double(), mean_std(rollout.valid_scores)
     if tasks.kl_in(cfg.ppo) == "reward":
         penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
@@ -111,6 +116,18 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/finished_share": float(rollout.finished.double().mean())}
+    if extras.sampled or extras.episodes or extras.sampler_logprobs is not None \
+            or len(rollout.parts) > 1 or any(rollout.logs):
+        figures |= further_figures(rollout, experience, cfg)
+    for name, amounts in penalties_of(rollout, cfg).items():  # over all samples
+        figures[f"reward/penalty/{name}"] = mean(amounts.nan_to_num(0.0).tolist())
+    return figures | optimize_figures(result, experience, cfg.ppo)
+
+
+def further_figures(rollout: Rollout, experience: Experience, cfg: schema.TrainConfig
+                    ) -> dict[str, float]:
+    """Of dynamic sampling, episodes, several rewards, what they log, and another sampler's gap."""
+    extras, figures = rollout.extras, means_of(rollout.logs, "logged")
     if extras.sampled:
         figures |= {"rollout/drawn": float(extras.sampled),
                     "rollout/uniform_groups": float(extras.uniform_groups)}
@@ -123,13 +140,9 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
-    if any(rollout.logs):
-        figures |= means_of(rollout.logs, "logged")
     if extras.sampler_logprobs is not None:
         figures |= gap_figures(rollout, experience, cfg.ppo.importance)
-    for name, amounts in penalties_of(rollout, cfg).items():  # over all samples
-        figures[f"reward/penalty/{name}"] = mean(amounts.nan_to_num(0.0).tolist())
-    return figures | optimize_figures(result, experience, cfg.ppo)
+    return figures
 
 
 def gap_figures(rollout: Rollout, experience: Experience,
@@ -183,33 +196,24 @@ def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = 
 
 
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
-                   ) -> dict[str, float]:
+                     ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
-    terms, extras, figures = result.terms, experience.extras, dict[str, float]()
-    for name, term in _TERMS:
-        figures[name] = terms.get(term, math.nan)
+    terms, extras, returns = result.terms, experience.extras, experience.returns
+    enabled = {"critic": returns is not None, "entropy": tasks.wants_entropy(ppo),
+               "kl": extras.ref_logprobs is not None, "nll": extras.imitated is not None,
+               "ptx": extras.examples is not None, "dual_clip": ppo.dual_clip is not None}
+    figures = {name: terms.get(term, math.nan)
+               for name, term, part in _TERMS if enabled.get(part, True)}
     figures |= {"lr": result.lr, "updates_skipped": float(result.skipped),
                 "early_stopped": float(result.early_stopped)}
-    if experience.returns is not None:
-        returns = experience.returns.cpu()[experience.sequences.mask].double()
+    if returns is not None:
+        returns = returns.cpu()[experience.sequences.mask].double()
         variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-        error = terms.get("value_error", math.nan)
         figures |= {
-            "loss/value_avg": terms.get("value", math.nan),
-            "val/clipfrac_avg": terms.get("value_clipfrac", math.nan), "val/error": error,
-            "val/var_explained": 1.0 - error / variance if variance else math.nan,
+            "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.options.ent_coef
-    for enabled, name, term in (
-            # else only objective/entropy, the sampled estimate
-            (tasks.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
-            (extras.ref_logprobs is not None, "loss/kl_avg", "kl"),
-            (extras.imitated is not None, "loss/positive_nll_avg", "nll"),
-            (extras.examples is not None, "loss/ptx", "ptx"),
-            (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")):
-        if enabled:
-            figures[name] = terms.get(term, math.nan)
     return figures
 
 
@@ -288,11 +292,7 @@ def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
             or cfg.ppo.old_logprobs == "sampler" or (cfg.model.peft or {}).get("lora_dropout")):
         return None
     gap = math.sqrt(2 * first["approx_kl_squared"])
-    return None if gap < DECODING_GAP else (
-        "The log-probabilities of decoding differ from those of a forward pass over the same "
-        f"tokens: {gap:.2g} nats apart (root mean square; up to {first['max_log_ratio']:.2g})."
-        " From now on they come from a forward pass. ppo.logprobs_from=forward does so from the "
-        "first step on.")
+    return None if gap < DECODING_GAP else DECODING_DIFFERS.format(gap, first["max_log_ratio"])
 
 
 def _falling(state: TrainState) -> str | None:
@@ -323,14 +323,9 @@ def _is_learned(reward: schema.RewardConfig) -> bool:
 
 def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float,
           scores: Sequence[float], alike: float) -> dict[str, bool]:
-    """Whether each unhealthy sign is present in a step.
-
-    Args:
-        row: the figures of the step.
-        first: mean response tokens of the first rollout.
-        scores: those that are valid.
-        alike: share of the groups that are compared whose rewards are all equal.
-    """
+    """Whether each unhealthy sign is present in a step with the figures of ``row`` and these valid
+    scores, ``first`` being the mean response tokens of the first rollout and ``alike`` the share of
+    the groups that are compared whose rewards are all equal."""
     cfg, sampling, lengths = session.cfg, session.sampling, rollout.sequences.mask.sum(1)
     kl, (middle, deviation) = row["objective/kl"], mean_std(scores)
     equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
@@ -352,19 +347,12 @@ def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: f
 
 def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
           state: TrainState) -> tuple[PPOState, list[str]]:
-    """Count unhealthy signs; warn once each time one has lasted ``PATIENCE`` steps.
-
-    Args:
-        row: the figures of the step.
-        state: before the step.
-
-    Returns:
-        the state with its counters, and the sentences to show.
-    """
-    ppo, length, falling = session.cfg.ppo, row["rollout/response_tokens_mean"], None
-    first = length if before.first_length is None else before.first_length
-    compares, scores = ESTIMATORS[ppo.advantage].needs_groups, rollout.valid_scores
-    alike = alike_share(rollout, ppo.n) if compares else 0.0
+    """Count the unhealthy signs of a step with the figures of ``row``, of which ``state`` is before
+    it; the state with its counters, and the sentences to show: one each time a sign has lasted
+    ``PATIENCE`` steps."""
+    ppo, length, scores = session.cfg.ppo, row["rollout/response_tokens_mean"], rollout.valid_scores
+    first, falling = length if before.first_length is None else before.first_length, None
+    alike = alike_share(rollout, ppo.n) if ESTIMATORS[ppo.advantage].needs_groups else 0.0
     present_signs = signs(session, rollout, row, first, scores, alike)
     if state.eval_last is not None and state.eval_step == state.step:
         falling = _falling(state)
@@ -375,20 +363,20 @@ def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str
         at_once = name in FROM_THE_START and health[name] == state.step + 1
         patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE
         if health[name] == patience:
-            messages.append(_advice(
-                name, session, row, n=patience, first=first, falling=falling, alike=alike,
-                low=min(scores, default=0.0), high=max(scores, default=0.0),
-                reward=rollout.scores[0] if rollout.scores else 0.0,
-                rollouts="the first rollout" if at_once else f"{patience} rollouts in a row"))
+            messages.append(_advice(name, session, row, rollout, at_once=at_once, n=patience,
+                                    first=first, falling=falling, alike=alike))
     return replace(before, health=health, first_length=first), messages
 
 
-def _advice(name: str, session: Session, row: Mapping[str, float], **figures: Any) -> str:
-    """The sentence about a sign that has lasted."""
-    ppo, sampling = session.cfg.ppo, session.sampling
+def _advice(name: str, session: Session, row: Mapping[str, float], rollout: Rollout, *,
+            at_once: bool, n: int, **figures: Any) -> str:
+    """The sentence about a sign that has lasted ``n`` steps, or all of them, ``at_once``."""
+    ppo, sampling, scores = session.cfg.ppo, session.sampling, rollout.valid_scores
     why = " (ppo.staleness)" if ppo.staleness else "" if sampling.is_policy_distribution else \
         " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
     return ADVICE[name].format(
         kl=row["objective/kl"], ratio=row["val/ratio"], tokens=sampling.max_new_tokens, why=why,
         length=row["rollout/response_tokens_mean"], explained=row.get("val/var_explained", 0.0),
-        group=ppo.n, estimator=ppo.advantage, **figures)
+        group=ppo.n, estimator=ppo.advantage, low=min(scores, default=0.0),
+        high=max(scores, default=0.0), reward=rollout.scores[0] if rollout.scores else 0.0, n=n,
+        rollouts="the first rollout" if at_once else f"{n} rollouts in a row", **figures)

@@ -130,19 +130,11 @@ class RewardFunction:
 
     def arguments(self, request: RewardRequest) -> tuple[list[Any], dict[str, Any]]:
         """Positional and named arguments of a call. They are new lists, since a call that failed
-        may have changed them.
-
-        Raises:
-            RewardError: nothing provides a required parameter.
-        """
-        positional: list[Any] = []
-        named: dict[str, Any] = {}
+        may have changed them. A RewardError where nothing provides a required parameter."""
+        positional, named = list[Any](), dict[str, Any]()
         for parameter in self.parameters:
             if parameter.kind is Parameter.VAR_KEYWORD:
-                for name in {**request.columns, **self.style.sources, **self.kwargs}:
-                    if name not in named:
-                        with suppress(KeyError):
-                            named[name] = self._value(name, request)
+                self._add_others(named, request)
             elif parameter.kind is not Parameter.VAR_POSITIONAL:
                 try:
                     value = self._value(parameter.name, request)
@@ -155,6 +147,13 @@ class RewardFunction:
                 elif value is not parameter.default:
                     named[parameter.name] = value
         return positional, named
+
+    def _add_others(self, named: dict[str, Any], request: RewardRequest) -> None:
+        """All that a ``**kwargs`` is given."""
+        for name in {**request.columns, **self.style.sources, **self.kwargs}:
+            if name not in named:
+                with suppress(KeyError):
+                    named[name] = self._value(name, request)
 
     def _value(self, name: str, request: RewardRequest) -> Any:
         if name in self.kwargs:
@@ -181,24 +180,20 @@ class RewardFunction:
 
 @contextmanager
 def torch_modes_kept(label: str, key: str, samples: Callable[[], str]) -> Iterator[None]:
-    """Run the user's code in the block.
-
-    Args:
-        label: of the function.
-        key: config key that names it.
-        samples: describes what it was called with, for the error.
-
-    Raises:
-        RewardError: it has left one of torch's modes changed, with which the run would go on.
-    """
+    """Run the user's code in the block: ``label``, which ``key`` names, called with ``samples``. A
+    RewardError where it has left one of torch's modes changed, with which the run would go on."""
     before = _torch_modes()
     yield
-    after = _torch_modes()
-    if after != before:
-        changed = [f"torch's {name}" for name, value in before.items() if after[name] != value]
-        raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples()}", where=key,
-                          fix="put it back before it returns, or use it as a context manager: "
-                          "with torch.inference_mode(): ...")
+    if (after := _torch_modes()) != before:
+        raise _left_changed(before, after, label, key, samples())
+
+
+def _left_changed(before: dict[str, Any], after: dict[str, Any], label: str, key: str, samples: str
+                  ) -> RewardError:
+    changed = [f"torch's {name}" for name, value in before.items() if after[name] != value]
+    return RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples}", where=key,
+                       fix="put it back before it returns, or use it as a context manager: "
+                       "with torch.inference_mode(): ...")
 
 
 def _torch_modes() -> dict[str, Any]:
@@ -212,31 +207,18 @@ def _torch_modes() -> dict[str, Any]:
 
 def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeout: float | None,
         read: Callable[[RewardFunction, RewardRequest, Any], T]) -> T:
-    """Call a function on a request and check what it returns.
-
-    The program's own errors, a stop request and a Ctrl-C pass through; anything else that the
-    function raises, ``SystemExit`` too, becomes a RewardError.
-
-    Args:
-        retries: how often a call that raised is tried again. A call past its time limit isn't: it
-            may still be running.
-        timeout: seconds that one call may take; None: without limit, in the caller's thread.
-        read: checks and converts what was returned (:mod:`ppocli.rewards.score_checks`). It may
-            run code of the returned objects' classes.
-
-    Raises:
-        RewardError: the function raised on every attempt, took longer than the timeout, or left
-            a mode of torch's changed; or ``read`` can't use what it returned.
-    """
-    key, failures = function.located.key, 0
+    """What ``read`` (:mod:`ppocli.rewards.score_checks`) makes of what the function returns within
+    ``timeout`` seconds (None: without limit, in the caller's thread). A call that raised is tried
+    again ``retries`` times; not one that took longer, which may still be running. The program's own
+    errors, a stop request and a Ctrl-C pass through; all else, ``SystemExit`` too, becomes a
+    RewardError."""
+    failures = 0
     while True:
         try:
             return read(function, request, _call(function, request) if timeout is None else
                         _call_in_time(function, request, timeout))
-        except PpocliError as error:
-            name_reward_key(error, key)
-            raise
-        except STOPS:
+        except (PpocliError, *STOPS) as error:
+            name_reward_key(error, function.located.key)
             raise
         except BaseException as error:
             failures += 1
@@ -245,7 +227,7 @@ def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeo
 
 def _warn_of_failure(function: RewardFunction, request: RewardRequest, error: BaseException,
                      failures: int, retries: int) -> None:
-    """Warn of a call that failed, ``failures`` times in a row by now.
+    """Warn of a call that failed, ``failures`` times in a row by now, and drop what it logged.
 
     Raises:
         RewardError: it was one failure too many.
@@ -257,6 +239,8 @@ def _warn_of_failure(function: RewardFunction, request: RewardRequest, error: Ba
             f"{function.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
             f"  {_batch(request)}", where=place or function.located.key,
             fix="correct the function; reward.retries=N repeats a failed call") from error
+    request.logs.columns.clear()
+    request.logs.figures.clear()
     log.warning("%s raised %s at %s; trying again (%d of %d)", function.label, error_line(error),
                 place, failures, retries)
 
@@ -278,15 +262,10 @@ def _call_in_time(function: RewardFunction, request: RewardRequest, timeout: flo
 
 
 def _call(function: RewardFunction, request: RewardRequest) -> Any:
-    request.logs.columns.clear()  # of an attempt that failed
-    request.logs.figures.clear()
     with torch_modes_kept(function.label, function.located.key, partial(_batch, request)):
         positional, named = function.arguments(request)
-        if function.style.invoke is not None:
-            result = function.style.invoke(function.call, named, function.kwargs,
-                                           len(request.responses))
-        else:
-            result = function.call(*positional, **named)
+        result = function.call(*positional, **named) if function.style.invoke is None else (
+            function.style.invoke(function.call, named, function.kwargs, len(request.responses)))
         if inspect.iscoroutine(result):
             result = awaited(result, "rewards")
         # a generator's body runs here, under the same time limit and handling of errors
@@ -298,8 +277,9 @@ def kwargs_key(key: str) -> str:
     return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def name_reward_key(error: PpocliError, key: str) -> None:
+def name_reward_key(error: BaseException, key: str) -> None:
     """Replace ``reward.kwargs`` in a built-in's error by the key of the reward that raised it."""
-    named = kwargs_key(key)
-    error.where = error.where and error.where.replace("reward.kwargs", named)
-    error.fix = error.fix and error.fix.replace("reward.kwargs", named)
+    if isinstance(error, PpocliError):
+        named = kwargs_key(key)
+        error.where = error.where and error.where.replace("reward.kwargs", named)
+        error.fix = error.fix and error.fix.replace("reward.kwargs", named)

@@ -4,8 +4,9 @@
     reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -83,41 +84,44 @@ class SequenceReward:
 
     def logits(self, samples: list[str], prompts: list[str], responses: list[str],
                chats: Chats = None) -> torch.Tensor:
-        """Raw outputs of the model, which don't depend on the batches (to 1e-5 in fp32).
-
-        Texts are sorted by length, so that batches have little padding; the order is restored.
-
-        Returns:
-            [N, labels] float32 on CPU. A decoder's score is read at its last attended token.
-        """
+        """[N, labels] float32 on CPU: raw outputs of the model, a decoder's at the last attended
+        token. Texts are sorted by length, so that batches have little padding; outputs are in their
+        order, and don't depend on the batches (to 1e-5 in fp32)."""
         encoded = self.reader.read(samples, prompts, responses, chats)
         ids = encoded["input_ids"]
         order = sorted(range(len(ids)), key=list(map(len, ids)).__getitem__)
         logits = torch.empty(len(ids), len(self.labels), dtype=torch.float32)
         for start in range(0, len(order), self.batch_size):
             rows = order[start:start + self.batch_size]
-            batch = self._padded(rows_of(encoded, rows))
             with torch.no_grad():
-                logits[rows] = self.model(**batch).logits.to("cpu", torch.float32)
+                outputs = self.model(**self._padded(rows_of(encoded, rows)))
+            logits[rows] = outputs.logits.to("cpu", torch.float32)
         return logits
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """One batch of tensors [B, T] on the model's device, padded."""
-        side, pad = self.tokenizer.padding_side, self.tokenizer.pad_token_id
+        side, pad = self.tokenizer.padding_side, self.tokenizer.pad_token_id or 0
         if hasattr(self.model, "score"):
-            # Decoders with a `score` head find a row's last token by comparing ids with
-            # config.pad_token_id (transformers: modeling_layers.GenericForSequenceClassification).
-            # With pad == eos, or no pad at all, that misses a final EOS or fails, so these batches
-            # are padded with an id that no row has. Its embedding is never attended to.
-            present = {token for ids in rows["input_ids"] for token in ids}
-            side, pad = "right", next(i for i in range(len(present) + 1) if i not in present)
-            self.model.config.get_text_config().pad_token_id = pad
+            side, pad = "right", self._absent_id(rows["input_ids"])
         batch = dict[str, torch.Tensor]()
         for name, values in rows.items():
             batch[name] = pad_sequence(
                 list(map(torch.tensor, values)), batch_first=True, padding_side=side,
-                padding_value=(pad or 0) if name == "input_ids" else 0).to(self.device)
+                padding_value=pad if name == "input_ids" else 0).to(self.device)
         return batch
+
+    def _absent_id(self, rows: list[list[int]]) -> int:
+        """An id that no row has, as the one that pads from now on.
+
+        Decoders with a `score` head find a row's last token by comparing ids with
+        config.pad_token_id (transformers: modeling_layers.GenericForSequenceClassification). With
+        pad == eos, or no pad at all, that misses a final EOS or fails. The embedding of padding is
+        never attended to.
+        """
+        present = set(chain.from_iterable(rows))
+        pad = next(i for i in range(len(present) + 1) if i not in present)
+        self.model.config.get_text_config().pad_token_id = pad
+        return pad
 
 
 class RewardModel(SequenceReward):
@@ -257,17 +261,17 @@ class TextClassifier(SequenceReward):
                          max_length=max_length, truncation_side=truncation_side, device=device,
                          dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         self.position = label_position(label, self.labels, model)
-        self.output = output
+        one_by_one = (len(self.labels) == 1
+                      or self.model.config.problem_type == "multi_label_classification")
+        self.of_logits: Callable[[torch.Tensor], torch.Tensor] = (
+            torch.clone if output == "logit" else
+            torch.sigmoid if one_by_one else partial(torch.softmax, dim=-1))
 
     def __call__(self, samples: list[str], prompts: list[str], responses: list[str],
                  chats: Chats = None) -> list[float]:
         """[N] scores of the label, in [0, 1] for ``output=probability``."""
-        logits = self.logits(samples, prompts, responses, chats)
-        if self.output == "probability":
-            multi_label = self.model.config.problem_type == "multi_label_classification"
-            single = multi_label or len(self.labels) == 1
-            logits = logits.sigmoid() if single else logits.softmax(dim=-1)
-        return logits[:, self.position].tolist()
+        scores = self.of_logits(self.logits(samples, prompts, responses, chats))
+        return scores[:, self.position].tolist()
 
 
 def label_position(label: str, labels: tuple[str, ...], model: str) -> int:

@@ -21,8 +21,10 @@ from ppocli.rewards.reward_records import RewardRequest, Score, on_tokens
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 """scores become float32 tensors, in which anything larger is infinite"""
-EXPECTED = ("return one number per sample, such as scores.squeeze(-1) or scores[:, 1] of a model's "
-            "outputs; or one list of numbers per sample with as many as ")
+EXPECTED = {noun: "return one number per sample, such as scores.squeeze(-1) or scores[:, 1] of a "
+            f"model's outputs; or one list of numbers per sample with as many as {count}"
+            for noun, count in (("token", "its response has tokens"), ("step", "it has steps"))}
+"""by what the numbers of a list are for"""
 EXPECTED_STEPS = ("return one list per sample: the texts of its steps, which together are "
                   "the response or its beginning")
 EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number per sample"
@@ -35,20 +37,20 @@ class BadValue(Exception):
 
 
 def read_scores(function: RewardFunction, request: RewardRequest, returned: Any) -> list[Score]:
-    """Scores that a function returned, one per sample, as Python floats or lists with one float
-    per response token.
-
-    Raises:
-        RewardError: wrong count, type, shape or a number that float32 can't hold.
-    """
+    """Scores that a function returned, one per sample: floats, or lists with one per response
+    token. A RewardError for a wrong count, type, shape or a number that float32 can't hold."""
     noun = "step" if request.steps is not None and function.takes_steps else "token"
-    fix = EXPECTED + ("it has steps" if noun == "step" else "its response has tokens")
     if function.style.scores is not None:
-        try:
-            returned = function.style.scores(returned, request)
-        except ValueError as problem:
-            raise _error(function, f" returned {problem}.", fix) from None
+        returned = _scores_of_style(function, request, returned, EXPECTED[noun])
+    values = _values(function, request, returned, EXPECTED[noun])
+    if set(map(type, values)) == {float} and max(map(abs, values)) <= MAX_FLOAT32:
+        return list(values)
+    return _read_each(function, request, values, noun)
 
+
+def _read_each(function: RewardFunction, request: RewardRequest, values: Any, noun: str
+               ) -> list[Score]:
+    """As :func:`read_scores`, of scores of any kind, each per token or per step if it is a list."""
     def read(index: int, value: Any) -> Score:
         value = _plain(value)
         if value is None:
@@ -56,13 +58,23 @@ def read_scores(function: RewardFunction, request: RewardRequest, returned: Any)
         return _token_scores(function, request, index, value, noun) if isinstance(
             value, (list, tuple)) else _number(value)
 
-    scores = _each(function, request, returned, read, fix)
+    scores = _each(function, request, values, read, EXPECTED[noun])
     if {float, list} <= set(map(type, scores)):
         first = next(type(score) for score in scores if score is not None)
         index = next(i for i, score in enumerate(scores) if type(score) not in (first, type(None)))
         raise sample_error(function, request, index, f"{_kind(scores[index])}, but "
-                           f"{'lists' if first is list else 'numbers'} for those before it,", fix)
+                           f"{'lists' if first is list else 'numbers'} for those before it,",
+                           EXPECTED[noun])
     return scores
+
+
+def _scores_of_style(function: RewardFunction, request: RewardRequest, returned: Any, fix: str
+                     ) -> Any:
+    assert function.style.scores is not None
+    try:
+        return function.style.scores(returned, request)
+    except ValueError as problem:
+        raise _error(function, f" returned {problem}.", fix) from None
 
 
 def _token_scores(function: RewardFunction, request: RewardRequest, index: int,
@@ -124,24 +136,27 @@ def read_metrics(function: RewardFunction, request: RewardRequest, returned: Any
 
 def _each(function: RewardFunction, request: RewardRequest, returned: Any,
           read: Callable[[int, Any], T], fix: str, *, of: str = "") -> list[T]:
-    """What ``read`` makes of each sample's index and item of a list-like return value.
+    """What ``read`` makes of each sample's index and item of a list-like return value; ``of`` names
+    what was returned, for errors."""
+    results = []
+    for index, value in enumerate(_values(function, request, returned, fix, of)):
+        try:
+            results.append(read(index, value))
+        except BadValue as problem:
+            raise sample_error(function, request, index, f"{problem}{of}", fix) from None
+    return results
 
-    Args:
-        of: the name of what was returned, for errors.
-    """
+
+def _values(function: RewardFunction, request: RewardRequest, returned: Any, fix: str,
+            of: str = "") -> Collection[Any]:
+    """The items of a list-like return value, of which there must be one per sample."""
     count, values = len(request.responses), _plain(returned)
     if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping | Set):
         raise _error(function, f" returned {_kind(values)} for {count} samples{of}.", fix)
     if len(values) != count:
         raise _error(function, f" returned {counted(len(values), 'value')} for {count} samples{of}"
                      ".", fix)
-    results = []
-    for index, value in enumerate(values):
-        try:
-            results.append(read(index, value))
-        except BadValue as problem:
-            raise sample_error(function, request, index, f"{problem}{of}", fix) from None
-    return results
+    return values
 
 
 def _number(value: Any) -> float:

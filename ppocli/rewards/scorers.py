@@ -226,32 +226,30 @@ class SampleReader:
 
     def read(self, samples: list[str], prompts: list[str], responses: list[str],
              chats: Sequence[list[dict[str, Any]]] | None) -> Columns:
-        """Token ids of N samples.
-
-        Args:
-            chats: the same samples as conversations, if the prompts are conversations.
-
-        Raises:
-            RewardError: the chat template refuses a conversation.
-        """
+        """Token ids of N samples, with ``chats`` if the prompts are conversations."""
+        texts, pairs = {"sample": (samples, None), "response": (responses, None),
+                        "pair": (prompts, responses)}[self.on]
         renders = self.on == "sample" and (self.chat is True or (
             self.chat == "auto" and self.has_template and chats is not None
             and self.trained_on_chat is not False))
         if renders:
-            chats = chats or [[{"role": "user", "content": prompt},
-                               {"role": "assistant", "content": response}]
-                              for prompt, response in zip(prompts, responses, strict=True)]
-            samples = [self._rendered(chat) for chat in chats]
-        texts, pairs = {"sample": (samples, None), "response": (responses, None),
-                        "pair": (prompts, responses)}[self.on]
-        if self.end and renders:  # without the line break that a template adds after its end
-            texts = [bare if (bare := text.rstrip()).endswith(self.end_text) else text
-                     for text in texts]
+            texts = self._conversations(prompts, responses, chats)
         columns = self._encoded(texts, pairs, special=self.front and not renders)
         if texts and not self._noted:
             self._noted = True
             self._note(columns["input_ids"][0], renders, chats is not None)
         return columns
+
+    def _conversations(self, prompts: list[str], responses: list[str],
+                       chats: Sequence[list[dict[str, Any]]] | None) -> list[str]:
+        """The samples as the chat template renders them."""
+        chats = chats or [[{"role": "user", "content": prompt},
+                           {"role": "assistant", "content": response}]
+                          for prompt, response in zip(prompts, responses, strict=True)]
+        texts = [self._rendered(chat) for chat in chats]
+        # without the line break that a template adds after its end
+        return [bare if self.end and (bare := text.rstrip()).endswith(self.end_text) else text
+                for text in texts]
 
     def _rendered(self, chat: list[dict[str, Any]]) -> str:
         try:
@@ -278,13 +276,14 @@ class SampleReader:
                         "(reward.kwargs.on=response shows it the response alone; "
                         "reward.kwargs.chat=false says that this is meant)", self.name, why)
 
-    def _with_fillers(self, name: str, rows: list[list[int]]) -> list[list[int]]:
-        """A column in which texts without a token have one."""
+    def _with_fillers(self, columns: Columns) -> Columns:
+        """The columns, in which texts without a token have one."""
         tokens = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id,
                   self.tokenizer.pad_token_id)
-        filler = {"input_ids": next((token for token in tokens if token is not None), 0),
-                  "attention_mask": 1}.get(name, 0)
-        return [row or [filler] for row in rows]
+        fillers = {"input_ids": next((token for token in tokens if token is not None), 0),
+                   "attention_mask": 1}
+        return {name: [row or [fillers.get(name, 0)] for row in rows]
+                for name, rows in columns.items()}
 
     def _encoded(self, texts: list[str], pairs: list[str] | None, *, special: bool) -> Columns:
         tokenizer, room = self.tokenizer, self.max_length
@@ -293,25 +292,32 @@ class SampleReader:
         encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
                             return_attention_mask=True, add_special_tokens=special)
         # fast tokenizers report the texts that they have cut
-        num_cut = 0
-        for encoding in encoded.encodings or ():
-            num_cut += bool(encoding.overflowing)
-        if num_cut and not self._noted_cut:
-            self._noted_cut = True
-            log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
-                        self.name, self.max_length, num_cut, len(texts), tokenizer.truncation_side)
-        # the model needs at least one token: some tokenizers return none for an empty text
-        columns: Columns = {name: rows if all(rows) else self._with_fillers(name, rows)
-                            for name, rows in encoded.items()}
+        cut = [encoding for encoding in encoded.encodings or () if encoding.overflowing]
+        if cut and not self._noted_cut:
+            self._note_cut(len(cut), len(texts))
+        columns: Columns = dict(encoded)
+        if not all(columns["input_ids"]):
+            # the model needs at least one token: some tokenizers return none for an empty text
+            columns = self._with_fillers(columns)
+        if tokenizer.bos_token_id is not None or self.unread is not None:
+            self._trim(columns)
+        return self._ended(columns) if self.end else columns
+
+    def _note_cut(self, count: int, total: int) -> None:
+        self._noted_cut = True
+        log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
+                    self.name, self.max_length, count, total, self.tokenizer.truncation_side)
+
+    def _trim(self, columns: Columns) -> None:
+        """Leave out a second BOS, written by a chat template, and tokens at the end that aren't
+        read."""
         for i, ids in enumerate(columns["input_ids"]):
-            # a second BOS, written by a chat template
-            start = int(len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id)
+            start = int(len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id)
             stop = len(ids)
             while self.unread is not None and stop > start + 1 and ids[stop - 1] == self.unread:
                 stop -= 1
             for rows in columns.values():
                 rows[i] = rows[i][start:stop]
-        return self._ended(columns) if self.end else columns
 
     def _ended(self, columns: Columns) -> Columns:
         """The texts with the tokens that end each."""

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from ppocli.config.config_yaml import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig, is_own_figure
@@ -20,6 +23,7 @@ from ppocli.rewards.reward_records import (
     Score,
     ends_of_steps,
 )
+from ppocli.runs.run_logs import finite_or_null
 
 MAX_INVALID_SHARE = 0.1
 
@@ -99,60 +103,42 @@ class Reward(Judge):
                          read=score_checks.read_step_ends)
 
     def score(self, request: RewardRequest) -> RewardScores:
-        """Call every function on N samples and sum their scores.
-
-        ``score_i = sum of weight_k * score_ik`` over the functions k that returned a number for
-        sample i (``None``: does not apply), as TRL's ``reward_weights``
-        (``huggingface/trl:trl/trainer/grpo_trainer.py``).
-
-        Raises:
-            RewardError: a function raised, took too long, or returned something unusable.
-        """
-        if not request.responses:
+        """Call every function on N samples and sum their scores: ``score_i = sum of weight_k *
+        score_ik`` over the functions k that returned a number for sample i (``None``: does not
+        apply), as TRL's ``reward_weights`` (``huggingface/trl:trl/trainer/grpo_trainer.py``). A
+        RewardError where a function raised, took too long, or returned something unusable, or a sum
+        is NaN under ``reward.on_invalid=error``, or infinite in float32."""
+        if not (count := len(request.responses)):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
-        answers: list[list[Score]] = []
+        answers, loggable = list[list[Score]](), dict[str, list[float | None]]()
+        totals, applies = np.zeros(count), np.zeros(count, dtype=bool)
         logs: list[dict[str, dict[str, Any]]] = [{} for _ in request.responses]
-        loggable = dict[str, list[float | None]]()
         for part in self.parts:
             logged = replace(request, logs=RewardLogs())  # each function logs by itself
-            answers.append(calls.ask(part, logged, retries=self.cfg.retries,
-                                     timeout=self.cfg.timeout, read=score_checks.read_scores))
-            loggable[part.name] = list(map(_loggable, answers[-1]))
+            scores = calls.ask(part, logged, retries=self.cfg.retries, timeout=self.cfg.timeout,
+                               read=score_checks.read_scores)
             if logged.logs.columns or logged.logs.figures:
                 logged.logs.add_to(logs, part.label)
-        rows = list(zip(*answers, strict=True))
-        totals, valid, is_dense = list[float](), list[bool](), False
-        for index, row in enumerate(rows):
-            total = self._sum(request, index, row)
-            valid.append(not math.isnan(total))
-            totals.append(total if valid[-1] else 0.0)
-            is_dense |= list in map(type, row)
-        dense = [self._dense(request, index, row, valid[index])
-                 for index, row in enumerate(rows)] if is_dense else None
-        return RewardScores(totals, dense, valid, loggable, logs)
-
-    def _sum(self, request: RewardRequest, index: int, scores: Sequence[Score]) -> float:
-        """Weighted sum of one sample's scores; NaN if one of them is, or all are ``None``.
-
-        Raises:
-            RewardError: it is NaN under ``reward.on_invalid=error``, or infinite in float32.
-        """
-        total, applies = 0.0, False
-        for part, score in zip(self.parts, scores, strict=True):
-            if score is not None:
-                total += part.weight * (sum(score) if isinstance(score, list) else score)
-                applies = True
-        total = total if applies else math.nan
-        if not abs(total) <= score_checks.MAX_FLOAT32:
-            self._check_sum(request, index, scores, total)
-        return total
+            sums: Any = [sum(one) if isinstance(one, list) else one for one in scores]
+            is_number = np.array(sums, dtype=object) != np.array(None)
+            numbers = np.array(sums, dtype=float)  # NaN for None
+            answers.append(scores)
+            loggable[part.name] = finite_or_null(numbers.tolist())
+            totals += part.weight * np.where(is_number, numbers, 0.0)
+            applies |= is_number
+        totals[~applies] = math.nan
+        for i in np.flatnonzero(~(np.abs(totals) <= score_checks.MAX_FLOAT32)).tolist():
+            self._check_sum(request, i, [scores[i] for scores in answers], totals[i])
+        valid = (~np.isnan(totals)).tolist()
+        dense = self._dense(request, answers, valid) if list in map(type, chain(*answers)) else None
+        return RewardScores(np.nan_to_num(totals).tolist(), dense, valid, loggable, logs)
 
     def _check_sum(self, request: RewardRequest, index: int, scores: Sequence[Score], total: float
                    ) -> None:
-        """As :meth:`_sum`, of a sum that is no finite number in float32."""
+        """Refuse a sum that is NaN, unless those samples are skipped, or infinite in float32."""
         if math.isnan(total) and self.cfg.on_invalid != "skip":
             bad = next((k for k, score in enumerate(scores)
-                        if score is not None and _loggable(score) is None), 0)
+                        if score is not None and _is_nan(score)), 0)
             kind = {float: "NaN", list: "a list with a None or NaN in it"}.get(
                 type(scores[bad]), "None")
             raise score_checks.sample_error(
@@ -163,29 +149,27 @@ class Reward(Judge):
             raise RewardError(f"The scores of sample {index} sum to {total:g}, which is infinite "
                               f"in float32: {text}", where="reward", fix="use smaller weights")
 
-    def _dense(self, request: RewardRequest, index: int, scores: Sequence[Score], valid: bool
-               ) -> list[float]:
-        """Weighted per-token rewards of one sample; per-sample ones land on the last token."""
-        tokens = [0.0] * len(request.response_ids[index])
-        for part, score in zip(self.parts, scores, strict=True) if valid else ():
-            if isinstance(score, list):
-                tokens = [token + part.weight * value
-                          for token, value in zip(tokens, score, strict=True)]
-            elif score is not None and tokens:
-                tokens[-1] += part.weight * score
-            elif score is not None:
-                text = shorten(request.prompts[index])
-                raise RewardError(
-                    f"Sample {index} has no response token that could carry the score of "
-                    f"{part.label}: {text}", where=part.located.key,
-                    fix="return None for an empty response")
-        return tokens
+    def _dense(self, request: RewardRequest, answers: Sequence[Sequence[Score]],
+               valid: Sequence[bool]) -> list[list[float]]:
+        """Weighted per-token rewards of each sample; per-sample ones land on the last token."""
+        rows = [[0.0] * len(ids) for ids in request.response_ids]
+        for i in (i for i, is_valid in enumerate(valid) if is_valid):
+            for part, scores in zip(self.parts, answers, strict=True):
+                if isinstance(score := scores[i], list):
+                    rows[i] = [token + part.weight * value
+                               for token, value in zip(rows[i], score, strict=True)]
+                elif score is not None and rows[i]:
+                    rows[i][-1] += part.weight * score
+                elif score is not None:
+                    raise RewardError(
+                        f"Sample {i} has no response token that could carry the score of "
+                        f"{part.label}: {shorten(request.prompts[i])}", where=part.located.key,
+                        fix="return None for an empty response")
+        return rows
 
 
-def _loggable(score: Score) -> float | None:
-    """The sum of a sample's score; None where it isn't a number."""
-    total = sum(score) if isinstance(score, list) else score
-    return None if total is None or math.isnan(total) else total
+def _is_nan(score: float | list[float]) -> bool:
+    return math.isnan(sum(score) if isinstance(score, list) else score)
 
 
 class Metric(Judge):

@@ -78,10 +78,11 @@ class Point:
         self._passes: Counter[str] = Counter()
 
     def __call__(self, name: str, rows: int = 0) -> bool:
-        """Fire what is planned for this pass of ``name``, which has so many rows; true asks the
-        caller to make a NaN."""
-        if not self._faults:
-            return False
+        """Fire what is planned for this pass of so many rows; true asks the caller to make a
+        NaN."""
+        return bool(self._faults) and self._pass(name, rows)
+
+    def _pass(self, name: str, rows: int) -> bool:
         self._passes[name] += 1
         poisons = [_fire(fault) for fault in self._faults if fault.point == name
                    and rows > fault.rows and fault.first <= self._passes[name] <= fault.last]

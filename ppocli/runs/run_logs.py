@@ -74,11 +74,9 @@ def finite_or_null(value: Any) -> Any:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    clean = finite_or_null(row)
-    try:
-        return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate in someone's text: only an escape can hold it
-        return json.dumps(clean, allow_nan=False).encode() + b"\n"
+    text = json.dumps(finite_or_null(row), ensure_ascii=False, allow_nan=False)
+    # a lone surrogate in someone's text becomes JSON's own escape
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _end_of_last_line(descriptor: int) -> int:
@@ -198,11 +196,8 @@ Rows = list[dict[str, Any]]
 
 def finite_figures(row: dict[str, Any]) -> dict[str, float]:
     """The finite numbers among a row's values, without ``step``."""
-    figures = dict[str, float]()
-    for name, value in row.items():
-        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-            figures[name] = value
-    return figures
+    return {name: value for name, value in row.items() if name != "step"
+            and isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def cause_of(error: BaseException) -> str:
@@ -236,18 +231,21 @@ class EventFiles:
             self._records.write(Event(wall_time=time(), **event).SerializeToString())
             self._records.flush()
         except Exception as error:
-            if not self._warned:
-                warn_of_tracker("tensorboard", cause_of(error))
-            self._warned = True
+            self._warn_once(error)
+
+    def _warn_once(self, error: Exception) -> None:
+        if not self._warned:
+            warn_of_tracker("tensorboard", cause_of(error))
+        self._warned = True
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = list[Any]()
+        summary = Summary()
         for name, value in finite_figures(row).items():
-            values.append(Summary.Value(tag=name, simple_value=value))
-        self._write(step=row["step"], summary=Summary(value=values))
+            summary.value.add(tag=name, simple_value=value)
+        self._write(step=row["step"], summary=summary)
 
     def samples(self, step: int, samples: Rows) -> None:
         """They are in samples.jsonl; TensorBoard has no tables."""

@@ -4,7 +4,6 @@ dropped when they end, others take their places."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -83,12 +82,8 @@ class LiveRows:
     """[b, Q]"""
 
     def drop_done(self, done: torch.Tensor, at: torch.Tensor) -> None:
-        """Go on without the rows that have ended; one of them stays where all have, since others
-        may go on and a pass needs a row.
-
-        Args:
-            done, at: [b] as those of the rows, on the CPU.
-        """
+        """Go on without the rows that have ended, by ``done`` and ``at`` [b] on the CPU; one of
+        them stays where all have, since others may go on and a pass needs a row."""
         keep = (~done).nonzero().squeeze(-1)
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
         self.padding, self.youngest = self.padding[keep], int(at[keep].min())
@@ -99,7 +94,7 @@ class LiveRows:
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, value[keep])
 
-    def take_in(self, others: Self) -> None:
+    def take_in(self, others: Self) -> Self:
         """Go on with these rows and others, each of which has a token to feed."""
         width, widest = (transformers_internals.cached_tokens(one.cache) for one in (self, others))
         if self.attention is not None:
@@ -115,6 +110,7 @@ class LiveRows:
         for name in ("rows", "at", "inputs", "positions", "done", "padding"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
         self.youngest = min(self.youngest, others.youngest)
+        return self
 
 
 def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
@@ -131,9 +127,9 @@ class DecodeState:
     Rows that have ended may be fed on: what is drawn for them then is left out.
 
     Args:
-        prompt_tokens, prompt_mask: [N, Q], as :func:`ppocli.sampling.sampler.decode`.
-        uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.sampler.decode`.
-        limits: [N] most tokens of each response, or None.
+        prompt_tokens, prompt_mask: [N, Q], padding on the left.
+        uniform: [N, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
+        limits: [N] most tokens of each response, at least 1; None: ``max_new_tokens``.
     """
 
     frozen_states: torch.Tensor | None = None
@@ -163,33 +159,30 @@ class DecodeState:
         self._cache_name = transformers_internals.cache_name(self._module)
         self._takes_positions = "position_ids" in inspect.signature(
             lm.base_model.forward).parameters
+        self.penalises = decoder.spec.repetition_penalty != 1.0
+        if self.penalises or decoder.spec.stop_sequences:
+            self._keep_contexts(prompt_tokens, prompt_mask)
+
+    def _keep_contexts(self, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor) -> None:
+        """Keep what stands before each response: ``context`` [N, n], -1 where there is nothing, its
+        prompt or the one token that a decoder starts from; and ``before``, what its text stands
+        behind, the last tokens of its prompt."""
+        decoder, count = self.decoder, len(prompt_tokens)
+        context = prompt_tokens.masked_fill(~prompt_mask, -1) if decoder.start is None else \
+            torch.full((count, 1), decoder.start)
+        self.context = to_device(context, self.tokens.device)
         self.before: list[list[int]] = [[]] * count
-        """what the text of each response stands behind: the last tokens of its prompt"""
         if decoder.spec.stop_sequences and decoder.start is None:
             special = set(decoder.tokenizer.all_special_ids)
             self.before = [[i for i in row[kept].tolist() if i not in special][-CONTEXT:]
                            for row, kept in zip(prompt_tokens, prompt_mask, strict=True)]
-        self.penalises = decoder.spec.repetition_penalty != 1.0
-        if self.penalises:
-            # what stands before a response: its prompt, or the one token that a decoder starts from
-            self.context = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
-                          if decoder.start is None else
-                          torch.full((count, 1), decoder.start, device=device))
 
     def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
             hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw one more token of some rows.
-
-        Args:
-            rows: [b] their places among all.
-            at: [b] how many tokens each has.
-            done: [b] bool, true where the response has ended before.
-            logits: [b, V] of all rows of the output embedding.
-            hidden: [b, D] the states before the token; not needed without a value head.
-
-        Returns:
-            The tokens [b], and bool [b] that is true where the response has ended now.
-        """
+        """Draw one more token of some ``rows`` [b], which have ``at`` [b] tokens each and may be
+        ``done`` [b] before, from the logits [b, V] of all rows of the output embedding; a value
+        head needs the states [b, D] before the token. Returns the tokens [b], and bool [b] that is
+        true where the response has ended now."""
         spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
         logits = self.vocabulary.cut(logits, self.gaps)
         seen = self._seen(rows, logits.shape[1]) if self.penalises else None
@@ -248,23 +241,18 @@ class DecodeState:
 
     def first_rows(self, rows: range, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor
                    ) -> LiveRows:
-        """Rows whose prompts are to be fed.
-
-        Args:
-            prompt_tokens, prompt_mask: [N, Q] of all, padded on the left.
-        """
+        """Rows whose prompts are to be fed, of the prompts of all, [N, Q], padded on the left."""
         from transformers import DynamicCache
 
-        device = self.decoder.lm.base_model.device
-        cpu_mask = prompt_mask[rows.start:rows.stop]
+        device, cpu_mask = self.decoder.lm.base_model.device, prompt_mask[rows.start:rows.stop]
         skip = cpu_mask.shape[1] - max(int(cpu_mask.sum(1).max()), 1)
         cpu_mask = cpu_mask[:, skip:]
         tokens = to_device(prompt_tokens[rows.start:rows.stop, skip:], device)
-        mask, count = to_device(cpu_mask, device), len(cpu_mask)
+        mask = to_device(cpu_mask, device)
         columns: dict[str, Any] = {
-            "rows": torch.arange(rows.start, rows.stop, device=device),
-            "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
-            "done": torch.zeros(count, dtype=torch.bool, device=device),
+            "rows": torch.arange(rows.start, rows.stop, device=device), "youngest": 0,
+            "at": torch.zeros(len(mask), dtype=torch.long, device=device),
+            "done": torch.zeros(len(mask), dtype=torch.bool, device=device),
             "padding": (~cpu_mask).sum(1)}
         if (start := self.decoder.start) is not None:
             return self._encoded_rows(start, tokens, mask, columns)
@@ -303,13 +291,8 @@ class DecodeState:
             self.decoder.watch(self.tokens, self.mask)
 
     def draw(self, live: LiveRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`token`; the rows themselves stay as they are.
-
-        Returns:
-            the tokens and which responses have ended, as of :meth:`add`.
-        """
-        lm, split = self.decoder.lm, self.decoder.split
-        at, mask = live.at.clamp(max=self.steps), live.attention
+        """As :meth:`token`, but the rows themselves stay as they are; returns as :meth:`add`."""
+        split, at, mask = self.decoder.split, live.at.clamp(max=self.steps), live.attention
         arguments: dict[str, Any] = {"input_ids": live.inputs, self._cache_name: live.cache,
                                      "use_cache": True}
         if live.encoded is not None:
@@ -319,9 +302,7 @@ class DecodeState:
             arguments["position_ids"] = live.positions
         if mask is not None:
             arguments["attention_mask"] = mask.long() if mask.dim() == 2 else mask
-        taps: AbstractContextManager[list[torch.Tensor]] = (
-            nullcontext([]) if split is None else trunk.inputs_at(split, lm))
-        with taps as entering:
+        with trunk.inputs_at(split, self.decoder.lm) as entering:
             hidden = self._module(**arguments).last_hidden_state[:, -1]
         if entering:
             self._keep_frozen_states(live, at, entering[-1])
@@ -341,11 +322,9 @@ class DecodeState:
 def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
                     uniform: Any, *, limits: Any, at_once: int, chunk: int
                     ) -> Iterator[samples.Generation]:
-    """As :func:`ppocli.sampling.sampler.decode`, by our own loop.
-
-    Rows that have ended are dropped, and the next prompts take their places where the model can do
-    that; else they wait for the last of them.
-    """
+    """As :func:`ppocli.sampling.sampler.decode`, by our own loop. Rows that have ended are dropped,
+    and the next prompts take their places where the model can do that; else they wait for the last
+    of them."""
     lm, count = decoder.lm, len(prompt_tokens)
     state = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
     # keys and values of rows under way are moved to the right then, behind padding: not with an
@@ -366,10 +345,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
                                      prompt_mask)
             started += len(fresh.rows)
             state.token(fresh)
-            if live is None:
-                live = fresh
-            else:
-                live.take_in(fresh)
+            live = fresh if live is None else live.take_in(fresh)
         elif graphs is not None:
             graphs.token(live, state.steps - live.youngest)
         else:
@@ -379,15 +355,14 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
             continue
         rows, at, done = to_host(live.rows, live.at, live.done)
         remaining = int((~done).sum())
-        drops = remaining <= SHRINK_AT * len(live.rows) and len(live.rows) > 1
         ended = int(rows[~done].min()) if count > chunk and remaining else 0
+        drops = remaining <= SHRINK_AT * len(rows) and len(rows) > 1
         if decoder.all_alive(remaining) == 0:
             live, ended = None, started
         if graphs is not None and (live is None or drops or min(handed + chunk, count) <= ended):
             graphs.settle()  # whoever takes a chunk leaves the autocast context meanwhile
         if live is not None and drops:
             live.drop_done(done, at)
-        while handed < count and min(handed + chunk, count) <= ended:
-            end = min(handed + chunk, count)
+        while handed < count and (end := min(handed + chunk, count)) <= ended:
             yield state.generation(slice(handed, end))
             handed = end

@@ -111,8 +111,15 @@ class BegunSamples(Protocol):
         """
 
 
+    def settle(self) -> None:
+        """Wait until nothing works on them; raises as :meth:`take`."""
+
+
 class AheadSampler(Sampler, Protocol):
     """One that samples elsewhere, so that the samples of the next step can be begun."""
+
+    ahead: BegunSamples | None
+    """what the next weights wait for"""
 
     def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
               ) -> BegunSamples:
@@ -120,6 +127,15 @@ class AheadSampler(Sampler, Protocol):
 
         Args:
             ahead: they are taken later: the next weights wait for them.
+        """
+
+    def turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+              poll: Callable[[], None]) -> Conversation:
+        """What is said in the turns of these samples, in any thread, as long as the next weights
+        wait for it.
+
+        Args:
+            poll: called every now and then; may raise to stop.
         """
 
 
@@ -158,40 +174,33 @@ class DecodeSampler:
         self.records = (setup.backend.device.type in token_graph.DEVICES
                         and setup.cfg.hardware.cuda_graphs and setup.cfg.reward.overlap != "always")
 
+    def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
+        """As :class:`Sampler`."""
+        return nullcontext(policy) if self.setup.backend.zero_stage < 3 else self._gathered(policy)
+
     @contextmanager
-    def acting(self, policy: Policy) -> Iterator[Policy]:
-        """As :class:`Sampler`. Under ZeRO 3 all weights are put together; or, without
+    def _gathered(self, policy: Policy) -> Iterator[Policy]:
+        """As :meth:`acting`, under ZeRO 3: all weights are put together; or, without
         ``hardware.gather_for_generation``, those of the heads, and passes gather the layers one by
         one."""
-        setup = self.setup
-        if setup.backend.zero_stage < 3:
-            yield policy
-        elif tasks.whole_while_acting(setup.cfg):
+        if tasks.whole_while_acting(self.setup.cfg):
             with gathered_policy(policy) as whole:
                 yield whole
-        else:
-            head = policy.value_head
-            with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
-                yield policy
+            return
+        head = policy.value_head
+        with held(head_parameters(policy.lm) + list(head.parameters() if head else [])):
+            yield policy
 
     def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
-        """As :class:`Sampler`.
-
-        Raises:
-            ConfigError: the model is in parts, and decodes whole only.
-        """
-        setup, lm = self.setup, model.lm
+        """As :class:`Sampler`. A ConfigError for a model in parts that decodes whole only."""
+        setup, lm, limits = self.setup, model.lm, None
         seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
         in_parts = backend.zero_stage == 3 and is_sharded(lm)
-        if in_parts and trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
-            # such models read weights past the layers that would gather them
-            raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "
-                              "can't put weights together layer by layer.",
-                              where="hardware.gather_for_generation",
-                              fix="set hardware.gather_for_generation=true")
-        limits = None if spec.length_range is None else (
-            lengths(seed, prompts.episodes, *spec.length_range))
+        if in_parts:
+            _check_parts(lm)
+        if spec.length_range is not None:
+            limits = lengths(seed, prompts.episodes, *spec.length_range)
         decoder = Decoder(lm, spec, setup.tokenizer, start, model.value_head, model.split,
                           partial(check_stop, stop, at_once), records=self.records,
                           all_alive=backend.ranks.most if in_parts else int)
@@ -223,25 +232,26 @@ class DecodeSampler:
 def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
            *, limits: Any = None, at_once: int | None = None, chunk: int | None = None
            ) -> Iterator[Generation]:
-    """Sample one response per prompt, by our own loop or transformers', whichever is right for the
-    model (:func:`ppocli.sampling.decoding.try_decoding`).
-
-    Args:
-        prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        uniform: [B, max_new_tokens] array in (0, 1); row i, column t decides token t of row i.
-        limits: [B] most tokens of each response, at least 1 (default: ``max_new_tokens``).
-        at_once: most rows that are decoded together (default: all).
-        chunk: prompts whose responses are yielded together (default: all).
-
-    Yields:
-        the responses to the next ``chunk`` prompts as soon as these have all ended, in their order,
-        while later ones are still to be decoded; each R = its longest response (at least 1).
-    """
+    """Sample one response per prompt from arguments as of :class:`DecodeState`, by our own loop or
+    transformers', whichever is right for the model (:func:`ppocli.sampling.decoding.try_decoding`);
+    at most ``at_once`` rows are decoded together. Yields the responses to the next ``chunk``
+    prompts (default: all) as soon as these have all ended, while later ones are still to be
+    decoded; each R = its longest response (at least 1)."""
     count, method = len(prompt_tokens), trunk.decoding_of(decoder.lm)
     loop = decode_in_steps if method is trunk.Decoding.STEPS else partial(
         decode_by_transformers, cached=method is trunk.Decoding.LIBRARY)
     return loop(decoder, prompt_tokens, prompt_mask, uniform, limits=limits,
                 at_once=min(at_once or count, count), chunk=chunk or count)
+
+
+def _check_parts(lm: Any) -> None:
+    """Refuse a model in parts that is not decoded by our loop: it reads weights past the layers
+    that would gather them."""
+    if trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
+        raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "
+                          "can't put weights together layer by layer.",
+                          where="hardware.gather_for_generation",
+                          fix="set hardware.gather_for_generation=true")
 
 
 def decoded_turns(decoder: Decoder, noise: np.ndarray,
@@ -271,8 +281,7 @@ def decoded_turns(decoder: Decoder, noise: np.ndarray,
 
 
 def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[T]:
-    """The items of ``parts``, each computed within the context, which is left while the caller uses
-    the item."""
+    """The items of ``parts``, each computed within the context, and used outside of it."""
     while True:
         with context():
             part = next(parts, None)
@@ -301,39 +310,26 @@ def _chunk_by_chunk(sampler: Sampler, passes: PassRows, prompts: PromptBatch, sp
 def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec: SamplingSpec,
                   stream: int, model: GenerationModel, stop: StopFlag, *, phase: str, chunk: int
                   ) -> Iterator[Samples]:
-    """One sample per prompt, ``chunk`` at a time and in their order. Where memory runs out, what is
-    not complete yet is begun anew with half the rows. All ranks call it in step.
-
-    In one process the prompts of later chunks take the places of responses that have ended. Several
-    ranks generate chunk by chunk: whoever takes one may talk to the others.
-
-    Args:
-        phase: of ``passes``.
-
-    Raises:
-        OutOfMemoryError: there is no room for one sample.
-        PpocliError: what went wrong on any rank.
-    """
+    """One sample per prompt, ``chunk`` at a time and in their order. Where memory runs out in the
+    phase, what isn't complete is begun anew with half the rows; an OutOfMemoryError where that is
+    one. In one process the prompts of later chunks take the places of responses that have ended;
+    several generate chunk by chunk: whoever takes one may talk to the others."""
     if passes.backend.ranks.world > 1:
         yield from _chunk_by_chunk(sampler, passes, prompts, spec, stream, model, stop, phase=phase,
                                    chunk=chunk)
         return
-    most, tokens = min(chunk, len(prompts)), prompts.tokens.shape[1] + spec.max_new_tokens
+    most, tokens, done = min(chunk, len(prompts)), prompts.tokens.shape[1] + spec.max_new_tokens, 0
     stop.meet()
-    done = 0
     while done < len(prompts):
         rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
         rows = passes.limit(phase, most)
-        made = sampler.sample(rest, spec, stream, model, stop, at_once=rows, chunk=chunk)
         try:
-            for samples in made:
+            for samples in sampler.sample(rest, spec, stream, model, stop, at_once=rows,
+                                          chunk=chunk):
                 yield samples
                 done += len(samples)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        else:
-            continue
-        # out of the handler, or the exception would keep the tensors of the pass
-        del made
-        passes.shrink(phase, rows, tokens)
+        if done < len(prompts):  # out of the handler: the exception would keep a pass's tensors
+            passes.shrink(phase, rows, tokens)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.data.data_set import joined, rows_of
+from ppocli.data.data_set import RowRecord, joined
 from ppocli.models.layout import Sequences
 from ppocli.runs.episode import Episode
 
@@ -94,7 +94,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(RowRecord):
     """B samples of one or several turns, on the CPU. Made by a sampler, read by tasks."""
 
     sequences: Sequences
@@ -124,10 +124,6 @@ class Samples:
         """[B] lists of the ids that the policy chose."""
         return response_ids(self.sequences.action_tokens, self.mask)
 
-    def rows(self, index: Any) -> Samples:
-        """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return rows_of(self, index)
-
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.
 
@@ -149,38 +145,25 @@ class Samples:
 
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,
                 decoder_start: int | None) -> Samples:
-    """Samples with one response after each prompt.
-
-    Args:
-        prompt_tokens, prompt_mask: [B, Q], padding on the left.
-        decoder_start: the token that a decoder beside an encoder starts from; None for a causal LM.
-    """
-    sequences = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
-                                       decoder_start)
-    frozen_states = None
+    """Samples with one response after each prompt, as :meth:`Sequences.of_responses`."""
+    sequences, states = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
+                                               decoder_start), None
     if out.frozen_states is not None:
         starts = prompt_tokens.shape[1] - prompt_mask.sum(1)
-        frozen_states = [states[start:start + length - 1] for states, start, length in zip(
+        states = [row[start:start + length - 1] for row, start, length in zip(
             out.frozen_states, starts.tolist(), sequences.lengths.tolist(), strict=True)]
-    return Samples(sequences, out.logprobs, out.values, out.finished, frozen_states)
+    return Samples(sequences, out.logprobs, out.values, out.finished, states)
 
 
 def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     """[B] lists from right-padded [B, R] tensors."""
-    rows: list[list[int]] = tokens.tolist()
-    for i, count in enumerate(mask.sum(1).tolist()):
-        rows[i] = rows[i][:count]
-    return rows
+    return [row[:count] for row, count in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
 
 
 def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
                      spec: SamplingSpec) -> list[str]:
     """The responses as text: without special tokens, trimmed at the first stop sequence of ``spec``
-    that is complete no sooner than with its token ``min_new_tokens``.
-
-    A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
-    that mark words by a leading space would lose that space on a response decoded alone.
-    """
+    that is complete no sooner than with its token ``min_new_tokens``."""
     if not spec.stop_sequences:
         return _texts_behind(tokenizer, prompt_ids, responses)
     early = [max(spec.min_new_tokens - 1, 0)] * len(responses)
@@ -233,14 +216,13 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
 
 
 def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -> list[str]:
-    """As :func:`decode_responses`, untrimmed."""
-    if not responses:
-        return []
-    rows: list[list[int]] = []
+    """As :func:`decode_responses`, untrimmed. A response is decoded behind its prompt and the
+    prompt's text is taken off again: tokenizers that mark words by a leading space would lose that
+    space on a response decoded alone."""
+    rows, texts = list[list[int]](), list[str]()
     for prompt_row, response_row in zip(prompt_ids, responses, strict=True):
         rows += [*prompt_row, *response_row], [*prompt_row]
-    decoded = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    texts = []
+    decoded = tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
     for whole, prompt, ids in zip(decoded[::2], decoded[1::2], responses, strict=True):
         texts.append(whole[len(prompt):] if whole.startswith(prompt) else
                      tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -249,17 +231,10 @@ def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -
 
 def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor
                       ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample by inverting the cumulative distribution in two levels (blocks, then inside one).
-
-    One exponential pass over the vocabulary, no sort and no softmax; -inf logits are never drawn.
-
-    Args:
-        logits: [b, V] fp32, at least one finite entry a row.
-        uniform: [b] in (0, 1).
-
-    Returns:
-        token ids [b] int64, and [b] fp32 the logarithm of the sum of the logits' exponentials.
-    """
+    """Sample by inverting the cumulative distribution in two levels (blocks, then inside one):
+    token ids [b] int64, and [b] fp32 the logarithm of the sum of the logits' exponentials, of fp32
+    logits [b, V] with at least one finite entry a row and ``uniform`` [b] in (0, 1). One
+    exponential pass over the vocabulary, no sort and no softmax; -inf logits are never drawn."""
     rows, vocabulary = logits.shape
     num_blocks = -(-vocabulary // BLOCK)
     most = logits.amax(-1, keepdim=True)
@@ -335,28 +310,17 @@ def _kept(logits: torch.Tensor, ordered: torch.Tensor, order: torch.Tensor, top_
 def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
            position: torch.Tensor, stops: torch.Tensor, seen: torch.Tensor | None = None
            ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next tokens and their logprobs under softmax(logits / temperature), before any restriction.
-
-    Args:
-        logits: [b, V] raw logits.
-        uniform: [b] in (0, 1).
-        position: [b] number of response tokens already there.
-        stops: ``spec.stop_ids`` on the logits' device.
-        seen: [b, V] bool, true for the tokens that ``spec.repetition_penalty`` makes less likely;
-            None without a penalty.
-
-    Returns:
-        tokens [b] int64 and logprobs [b] fp32.
-    """
+    """Next tokens [b] int64 and their logprobs [b] fp32 under softmax(logits / temperature), before
+    any restriction, from raw logits [b, V] and ``uniform`` [b] in (0, 1) behind ``position`` [b]
+    tokens. ``stops`` are the ``spec.stop_ids`` on the device; ``seen`` [b, V] bool what a
+    repetition penalty makes less likely."""
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
     restricted = logits if spec.is_policy_distribution else _restrict(
         logits, spec, position, stops, seen)
-    if spec.do_sample:
-        tokens, total = inverse_transform(restricted, uniform)
-    else:
-        tokens = restricted.argmax(-1)
+    tokens, total = inverse_transform(restricted, uniform) if spec.do_sample else (
+        restricted.argmax(-1), torch.empty(0))
     if not spec.do_sample or restricted is not logits:
         total = torch.logsumexp(logits, -1)
     return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - total
@@ -376,13 +340,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, stream: int, episodes: Sequence[int], num_tokens: int) -> np.ndarray:
-    """[len(episodes), num_tokens] float64 in (0, 1), one number per sample and token position.
-
-    Args:
-        seed: the run's seed.
-        stream: ROLLOUT, EVALUATION, USER or LENGTHS; streams are independent.
-        episodes: number of each sample within its stream.
-    """
+    """[len(episodes), num_tokens] float64 in (0, 1) by token position and the samples' numbers
+    within their stream: ROLLOUT, EVALUATION, USER or LENGTHS, which are independent."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         root = _mix(np.array([seed], dtype=np.uint64) * golden + np.uint64(stream))

@@ -1,5 +1,8 @@
 """What a person sees of a run: one line per step, and warnings.
 
+    step 12/100  reward 0.430±0.200  kl 3.10  len 38.0  loss -0.020/0.310  clip 0.11  lr 1.0e-05
+    12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)
+
 Lines go to stdout and to ppocli.log, warnings to stderr and to ppocli.log. A display that dies (a
 closed pipe) is dropped; the run goes on. :mod:`ppocli.publish.live_view` adds a live view below the
 lines, and a closing table.
@@ -126,17 +129,20 @@ class Display(logging.Handler):
         _listen()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log message, unless it is for the file only, or is printed once by the caller
-        that started the run."""
+        """Print a log message, unless it is for the file only, or printed once by the run's
+        caller."""
         if getattr(record, "for_file", False) or getattr(record, "ends_run", False):
             return
         text = safe_text(record.getMessage())
         if record.levelno >= logging.WARNING:
-            above = self.board is not None and is_terminal(self._err.file)
-            (self._out if above else self._err).print(
-                Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
+            self._warn(f"{record.levelname.lower()}: {text}")
         elif self._mode != "quiet":
             self._out.print(Text(text), soft_wrap=True)
+
+    def _warn(self, text: str) -> None:
+        """Print to standard error; above a live view, where it would be drawn over that."""
+        above = self.board is not None and is_terminal(self._err.file)
+        (self._out if above else self._err).print(Text(text), soft_wrap=True)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """Show and log the figures of a finished step."""
@@ -188,44 +194,47 @@ def _listen() -> None:
 
 
 def row_lines(row: dict[str, Any], total: int) -> list[str]:
-    """A row of metrics.jsonl as lines: the step's, with PPO's figures or those of another task, and
-    the evaluation's::
-
-        step 12/100  reward 0.430±0.200  kl 3.10  len 38.0  loss -0.020/0.310  clip 0.11
-        lr 1.0e-05  12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)
-    """
+    """A row of metrics.jsonl as lines: the step's, and the evaluation's if there was one."""
     def shown(name: str, digits: int) -> str:
         return figure(row.get(name), digits)
 
-    lines = []
-    spent = f"lr {figure(row.get('lr'), 1, 'e')}  {shown('time/step', 1)} s"
-    if "reward/mean" in row:
-        phases = list[str]()
-        for name in ("rollout", "reward", "scoring", "optimize"):
-            if f"time/{name}" in row:
-                phases.append(f"{name} {shown(f'time/{name}', 1)}")
-        lines.append(
-            f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}"
+    if "reward/mean" not in row:
+        return [*_lines_of_task(row, total), *_lines_of_evaluation(row)]
+    phases = [f"{name} {shown(f'time/{name}', 1)}"
+              for name in ("rollout", "reward", "scoring", "optimize") if f"time/{name}" in row]
+    line = (f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}"
             f"  kl {shown('objective/kl', 2)}  len {shown('rollout/response_tokens_mean', 1)}"
             f"  loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}"
-            f"  clip {shown('policy/clipfrac_avg', 2)}  {spent} ({' '.join(phases)}, "
+            f"  clip {shown('policy/clipfrac_avg', 2)}  lr {figure(row.get('lr'), 1, 'e')}"
+            f"  {shown('time/step', 1)} s ({' '.join(phases)}, "
             f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
-    elif "lr" in row or any(name.startswith("loss/") for name in row):
+    return [line, *_lines_of_evaluation(row)] if "eval/reward_mean" in row else [line]
+
+
+def _lines_of_task(row: dict[str, Any], total: int) -> Iterator[str]:
+    """Of a step of a task without rewards."""
+    if "lr" in row or any(name.startswith("loss/") for name in row):
         names = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
         named = _named(row, sorted(names, key=lambda name: name != "loss/total"))
-        lines.append(f"step {row['step']}/{total}  {named}  {spent} "
-                     f"({shown('tokens_per_second/optimize', 0)} tokens/s)")
+        yield (f"step {row['step']}/{total}  {named}  lr {figure(row.get('lr'), 1, 'e')}  "
+               f"{figure(row.get('time/step'), 1)} s "
+               f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)")
+
+
+def _lines_of_evaluation(row: dict[str, Any]) -> Iterator[str]:
+    """Of an evaluation, where there was one."""
+    def shown(name: str, digits: int) -> str:
+        return figure(row.get(f"eval/{name}"), digits)
+
     evaluated = [name for name in row if name.startswith("eval/")]
     if "eval/reward_mean" in row:
-        metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {shown(name, 3)}"
+        metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {figure(row[name], 3)}"
                           for name in evaluated if name.startswith("eval/metrics/"))
-        lines.append(
-            f"eval at step {row['step']}  reward {shown('eval/reward_mean', 3)}±"
-            f"{shown('eval/reward_std', 3)}  kl {shown('eval/kl_mean', 2)}"
-            f"  len {shown('eval/response_tokens_mean', 1)}{metrics}")
+        yield (f"eval at step {row['step']}  reward {shown('reward_mean', 3)}±"
+               f"{shown('reward_std', 3)}  kl {shown('kl_mean', 2)}"
+               f"  len {shown('response_tokens_mean', 1)}{metrics}")
     elif evaluated:
-        lines.append(f"eval at step {row['step']}  {_named(row, evaluated)}")
-    return lines
+        yield f"eval at step {row['step']}  {_named(row, evaluated)}"
 
 
 def _named(row: dict[str, Any], names: Iterable[str]) -> str:

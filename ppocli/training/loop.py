@@ -132,12 +132,8 @@ def context_of(task: Task, step: int, stop: StopFlag, clock: PhaseClock) -> Step
 
 
 def learn(run: Run, batch: Any) -> None:
-    """The optimize phase on a batch; commits the new state, whose row is pending.
-
-    Raises:
-        RewardError: too few samples have a valid score.
-        DivergedError: what is trained stopped being finite.
-    """
+    """The optimize phase on a batch; commits the new state, whose row is pending. A RewardError for
+    too few valid scores, a DivergedError where what is trained is no longer finite."""
     task, state, step = run.task, run.state, run.state.step + 1
     if (board := run.display.board) is not None:
         board.show(task.preview(batch), step)
@@ -160,14 +156,13 @@ def learn(run: Run, batch: Any) -> None:
     after = replace(state, step=step, episodes=state.episodes + len(batch),
                     updates=state.updates + result.updates, nonfinite=result.nonfinite,
                     task=finished.state, tensors=finished.tensors)
-    tokens = {**finished.tokens, "optimize": result.tokens}
-    row = {**after.counters(), **finished.row, **task.passes.figures()}
     if task.cfg.tracking.log_rollouts:
         rows = task.sample_rows(batch, step)
         task.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
     run.clock.mark("other")
-    spent = run.clock.take()
-    row |= spent.figures(tokens) | {"memory/peak_mib": task.backend.peak_memory_mib()}
+    spent, tokens = run.clock.take(), {**finished.tokens, "optimize": result.tokens}
+    row = {**after.counters(), **finished.row, **task.passes.figures(), **spent.figures(tokens),
+           "memory/peak_mib": task.backend.peak_memory_mib()}
     commit(run, replace(after.book(spent, tokens), pending=row))
     run.intact = True
 
@@ -202,7 +197,7 @@ def _dump(run: Run, batch: Any, step: int) -> str | None:
 
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
-    step, task, cfg, ranks = run.state.step, run.task, run.task.cfg, run.task.backend.ranks
+    step, task, cfg = run.state.step, run.task, run.task.cfg
     if (row := run.state.pending) is None:
         return
     improved, is_last = False, run.state.episodes >= task.length.total_samples
@@ -214,17 +209,21 @@ def finish_step(run: Run) -> None:
         check_place(run)
         run.recorder.row(row)
 
-    ranks.first_does(record)  # what the disk refuses rank 0 must stop all of them in step
+    task.backend.ranks.first_does(record)  # what the disk refuses rank 0 must stop all in step
     run.display.step(row, task.length.total_steps)
     settle(run)
-    minutes = cfg.checkpoint.every_minutes
-    overdue = minutes is not None and ranks.broadcast(
-        monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
-    if step > 0 and (improved or overdue or is_last or _due(cfg.checkpoint.every_steps, step)
+    if step > 0 and (improved or is_last or _due(cfg.checkpoint.every_steps, step)
+                     or (cfg.checkpoint.every_minutes is not None and _is_overdue(run))
                      or task.resume.kept_step(run.state) == step):
         run.clock.mark("between")
         save(run)
         run.clock.mark("saving")
+
+
+def _is_overdue(run: Run) -> bool:
+    """Whether the last checkpoint is too old by the clock of rank 0: those of ranks differ."""
+    minutes = run.task.cfg.checkpoint.every_minutes or 0.0
+    return run.task.backend.ranks.broadcast(monotonic() - run.saved_at >= 60 * minutes)
 
 
 def _due(every: int | None, step: int) -> bool:
@@ -287,11 +286,7 @@ def save(run: Run) -> None:
 
 
 def check_place(run: Run) -> None:
-    """Make sure that the run's folder is still where it was.
-
-    Raises:
-        RunGoneError: it isn't, or another one is.
-    """
+    """Raise a RunGoneError unless the run's folder is still where it was."""
     with suppress(OSError):
         if os.path.samestat(run.place, run.folder.path.stat()):
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import add
+from operator import add, attrgetter
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from ppocli.config import tasks
 from ppocli.config.schema_training import SchedulerConfig
 from ppocli.distributed.backend import Backend, to_device
 from ppocli.distributed.deepspeed_internals import local_part
-from ppocli.distributed.ranks import StopFlag
+from ppocli.distributed.ranks import Ranks, StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.layout import in_groups, longest_first
 from ppocli.runs import faults
@@ -73,20 +73,16 @@ class Trained:
     def attempt(self) -> torch.Tensor:
         """End an update after its last micro-batch, up to the question whether it is made: clip.
         Returns the gradient norm over all ranks before clipping, in fp32."""
-        parameters, gradients, all_fp32 = list[torch.Tensor](), list[torch.Tensor](), True
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameters.append(parameter)
-                gradients.append(parameter.grad)
-                all_fp32 = all_fp32 and parameter.grad.dtype == torch.float32
-        if all_fp32:
+        parameters = [each for each in self.module.parameters() if each.grad is not None]
+        gradients: list[Any] = list(map(attrgetter("grad"), parameters))
+        if set(map(attrgetter("dtype"), gradients)) <= {torch.float32}:
             norm = torch.nn.utils.get_total_norm(gradients)
         else:
             norm = torch.linalg.vector_norm(torch.stack([
                 torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]))
-        if self.max_norm is None or (norm.device.type == "cpu" and norm <= self.max_norm):
-            return norm  # on a GPU the question would wait for it
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+        # on a GPU the question whether it is too large would wait for it
+        if self.max_norm is not None and (norm.device.type != "cpu" or not norm <= self.max_norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
         return norm
 
     def complete(self) -> None:
@@ -98,12 +94,10 @@ class Trained:
 
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
-        flags = list[torch.Tensor]()
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                weight = local_part(parameter) if self.backend.zero_stage == 3 else parameter
-                flags.append(torch.isfinite(weight.detach()).all())
-        return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
+        weights = [local_part(parameter) if self.backend.zero_stage == 3 else parameter
+                   for parameter in self.module.parameters() if parameter.requires_grad]
+        flags = torch.stack([torch.isfinite(weight.detach()).all() for weight in weights])
+        return not self.backend.ranks.any(not bool(flags.all()))
 
 
 class ZeroTrained(Trained):
@@ -165,30 +159,26 @@ def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Op
 
 
 def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
-    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
-    function of that number, so that resuming can't get it wrong.
-
-    Linear warm-up over ``warmup_updates`` (the first update already moves), then ``constant``,
-    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``, or what follows the
-    warm-up in transformers' schedule of another name, put between ``min_lr_ratio`` and 1.
-    """
+    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0), a pure
+    function of that number, so that resuming can't get it wrong: linear warm-up over
+    ``warmup_updates`` (the first update already moves), then ``constant``, or ``linear``,
+    ``cosine`` or transformers' decay of another name to ``min_lr_ratio`` at ``total_updates``."""
     warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
     if update < warmup:
         return (update + 1) / (warmup + 1)
     if schedule.name == "constant":
         return 1.0
     progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
-    if schedule.name == "linear":
-        shape = 1.0 - progress
-    elif schedule.name == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        shape = _library_shape(schedule, update, total_updates)
+    shape = 1.0 - progress if schedule.name == "linear" else _other_shape(
+        schedule, progress, update, total_updates)
     return lowest + (1.0 - lowest) * shape
 
 
-def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
-    """As :func:`lr_factor`, by transformers' schedule of that name."""
+def _other_shape(schedule: SchedulerConfig, progress: float, update: int, total_updates: int
+                 ) -> float:
+    """As :func:`lr_factor`, between 0 and 1, by a cosine or transformers' schedule of that name."""
+    if schedule.name == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
     of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
     made = get_scheduler(schedule.name, of_none, schedule.warmup_updates, total_updates,
@@ -198,16 +188,11 @@ def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -
 
 def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
              tell: Callable[[str], None] | None = None) -> OptimizeResult:
-    """Make the planned updates; what is trained and its optimizer change in place.
-
-    Args:
-        tell: called before each update with its number, as ``, update 2/8``.
-
-    Raises:
-        DivergedError: ``ppo.max_nonfinite`` non-finite updates in a row.
-        StopRequested: a stop was requested and the phase would outlast the grace time; the weights
-            are then between two steps and must not be saved.
-    """
+    """Make the planned updates; what is trained and its optimizer change in place. ``tell`` is
+    called before each with its number, as ``, update 2/8``. A DivergedError after
+    ``ppo.max_nonfinite`` non-finite updates in a row; StopRequested where a stop was requested and
+    the phase would outlast the grace time: the weights are then between two steps and must not be
+    saved."""
     groups, trained, ranks = plan.groups, task.trained, task.backend.ranks
     total_updates, started = task.length.total_updates(task.cfg, state), perf_counter()
     verdicts, first, rows = Counter[Verdict](), dict[str, dict[str, float]](), list[list[float]]()
@@ -215,9 +200,9 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
     nonfinite, tokens, lr, names = state.nonfinite, 0, 0.0, (*task.terms, "grad_norm")
     trained.module.train(task.cfg.model.gradient_checkpointing)
     for done, group in enumerate(groups):
-        left = (perf_counter() - started) / max(done, 1) * (len(groups) - done)
-        if ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
-            stop.meet()
+        if stop.requested == signal.SIGTERM or ranks.world > 1:
+            _meet_if_late(stop, ranks,
+                          (perf_counter() - started) / max(done, 1) * (len(groups) - done))
         if tell is not None:
             tell(f", update {done + 1}/{len(groups)}")
         for part in trained.optimizer.param_groups:
@@ -236,8 +221,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         nonfinite = nonfinite + 1 if verdict is Verdict.NONFINITE else 0
         if nonfinite:
             _warn_nonfinite(task, terms, nonfinite, state.step + 1)
-        finite = all(map(math.isfinite, values))
-        if finite:
+        if finite := all(map(math.isfinite, values)):
             first.setdefault(group.part, terms)
         if verdict is Verdict.STOP:
             break
@@ -251,6 +235,13 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
     return OptimizeResult(
         verdicts[Verdict.STEP], verdicts[Verdict.SKIP] + verdicts[Verdict.NONFINITE], nonfinite,
         Verdict.STOP in verdicts, lr, means, sum(ranks.gather(tokens)), first, made)
+
+
+def _meet_if_late(stop: StopFlag, ranks: Ranks, left: float) -> None:
+    """Stop, with all ranks, where SIGTERM has asked for it and a phase would still take ``left``
+    seconds, which is more than the grace time."""
+    if ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
+        stop.meet()
 
 
 def _warn_nonfinite(task: Task, terms: dict[str, float], count: int, step: int) -> None:
@@ -288,29 +279,19 @@ def _merged(task: Task, terms: list[torch.Tensor]) -> torch.Tensor:
 
 def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
              ) -> tuple[Verdict, torch.Tensor, torch.Tensor, int]:
-    """The gradient of one update in place of any before, up to the question whether it becomes a
-    step; computed again in smaller passes where memory doesn't suffice.
-
-    Args:
-        number: of the step, and of the update within it.
-
-    Returns:
-        the verdict, :attr:`Verdict.STEP` unless it had to be known before the last backward pass;
-        the terms [len(Task.terms)] and the gradient's norm of the whole update; and the tokens
-        computed on this rank.
-    """
+    """The gradient of one update, by the ``number`` of its step and of the update within it, up to
+    the question whether it becomes a step; computed again in smaller passes where memory doesn't
+    suffice. Returns the verdict, STEP unless it had to be known before the last backward pass; the
+    terms [len(Task.terms)] and the gradient's norm of the whole update; the tokens computed on this
+    rank."""
     passes, world = task.passes, task.backend.ranks.world
     work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
     if task.trained.dropouts:
         work = partial(_with_dropout, task, number, work)
     rows = min(tasks.rows_per_pass(tasks.updates_of(task.cfg)), -(-len(group.rows) // world))
-    longest = int(group.tokens.max())
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
-    if world == 1 and task.backend.zero_stage == 0:
-        verdict, terms, tokens = passes.retry("optimize", rows, longest, work)
-    else:
-        verdict, terms, tokens = passes.once("optimize", passes.limit("optimize", rows), longest,
-                                             work)
+    repeat = passes.retry if world == 1 and task.backend.zero_stage == 0 else passes.once
+    verdict, terms, tokens = repeat("optimize", rows, int(group.tokens.max()), work)
     norm = task.trained.attempt()
     # a refused gradient was made one that DeepSpeed refuses
     return verdict, terms, norm if verdict is Verdict.STEP else torch.zeros(()), tokens
@@ -338,10 +319,9 @@ def _with_dropout(task: Task, number: tuple[int, int], work: Callable[[], T]) ->
 def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool
               ) -> tuple[Verdict, torch.Tensor, int]:
     """Accumulate the gradient of one update; returns as :func:`_attempt`, without the norm."""
-    task.trained.clear()
     trained, parts = task.trained, _micro_batches(task, group)
     verdict, tokens, part_terms = Verdict.STEP, 0, list[torch.Tensor]()
-    terms: torch.Tensor | None = None
+    trained.clear()
     for number, (part, spare) in enumerate(parts, 1):
         last = number == len(parts)
         # a rank without rows left goes through one of its neighbours' with weight 0
@@ -354,14 +334,12 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool
                 tokens += loss.tokens
                 part_terms.append(loss.terms)
             if last and trained.decides_first:
-                terms = _merged(task, part_terms)
-                verdict = task.judge(dict(zip(task.terms, terms.tolist(), strict=True)))
+                part_terms = [_merged(task, part_terms)]
+                verdict = task.judge(dict(zip(task.terms, part_terms[0].tolist(), strict=True)))
             faults.point("optimize.backward", len(part))
             trained.backward(loss.total, accepted=verdict is Verdict.STEP and not poisoned)
-    if terms is None:
-        one_part = len(part_terms) == 1 and task.backend.ranks.world == 1
-        terms = part_terms[0] if one_part else _merged(task, part_terms)
-    return verdict, terms, tokens
+    whole = len(part_terms) == 1 and (trained.decides_first or task.backend.ranks.world == 1)
+    return verdict, part_terms[0] if whole else _merged(task, part_terms), tokens
 
 
 def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -380,15 +358,9 @@ def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, t
 
 
 def shard_by_length(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
-    """This rank's part of some atoms, longest first, in groups of one forward pass.
-
-    Ranks take atoms in turn in the order of their lengths, so that all have like work. Every rank
-    has the same number of groups; one that has fewer atoms fills up with empty ones.
-
-    Args:
-        lengths: [A] tokens that a pass over each atom reads.
-        phase: whose passes these are.
-    """
+    """This rank's part of some atoms, of which a pass reads ``lengths`` [A] tokens, longest first,
+    in groups of one pass of the phase. Ranks take atoms in turn in the order of their lengths, so
+    that all have like work, and have the same number of groups, some of them empty."""
     ranks, settings = task.backend.ranks, tasks.updates_of(task.cfg)
     size = task.passes.limit(phase, tasks.rows_per_pass(settings))
     order, most = longest_first(lengths), settings.micro_batch_tokens

@@ -76,12 +76,9 @@ class Spent:
         of phases that took no time here (responses that came from elsewhere) are left out."""
         figures: dict[str, float] = {}
         for kind, spent in (("time", self.seconds), ("cpu", self.cpu_seconds)):
-            total = 0.0
-            for name, seconds in spent.items():
-                if name not in _AROUND and name != "eval":
-                    figures[f"{kind}/{name}"] = seconds
-                    total += seconds
-            figures[f"{kind}/step"] = total
+            phases = {f"{kind}/{name}": seconds for name, seconds in spent.items()
+                      if name not in _AROUND and name != "eval"}
+            figures |= phases | {f"{kind}/step": sum(phases.values())}
         for name, count in tokens.items():
             if name in self.seconds:
                 figures[f"tokens_per_second/{name}"] = count / max(self.seconds[name], 1e-9)
@@ -338,8 +335,7 @@ class RunLength:
         return RunLength(size, samples, pace.step + -(-left // size), pace)
 
     def total_updates(self, cfg: schema.TrainConfig, state: TrainState) -> int:
-        """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
-        samples still to come."""
+        """Optimizer updates at the end of the run, if none of those to come is skipped."""
         settings = tasks.updates_of(cfg)
         full, rest = divmod(max(self.total_samples - state.episodes, 0), self.samples_per_step)
         return (state.updates + full * tasks.updates_of_samples(settings, self.samples_per_step)

@@ -59,7 +59,7 @@ def test_with_learning_rate_zero_every_ratio_is_one_and_no_value_moves(tmp_path,
     with session_of(config(tmp_path, kind, ppo__optimizer__lr=0.0), reward=count_letters
                     ) as session:
         experience = experience_of(session)
-        lengths = experience.response_mask.sum(1)
+        lengths = experience.sequences.mask.sum(1)
         assert lengths.min() < lengths.max()
         result = optimize(session, experience)
     assert result.updates == 4 * 2

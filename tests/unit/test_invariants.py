@@ -70,7 +70,7 @@ def test_the_mean_of_the_reference_scores_comes_off_dense_rewards_too(tmp_path):
     with session_of(cfg, reward=lambda completion_ids, **_: [
             [0.5] * len(ids) for ids in completion_ids]) as session:
         experience = experience_of(session)
-    lengths = experience.response_mask.sum(1)
+    lengths = experience.sequences.mask.sum(1)
     torch.testing.assert_close(experience.returns[:, 0], lengths * 0.25 - 1.5)
 
 

@@ -8,7 +8,14 @@ from dataclasses import fields
 import pytest
 import torch
 
-from ppocli.ppo.losses import AGGREGATIONS, SAMPLED_ESTIMATORS, LossOptions, ppo_loss, token_weights
+from ppocli.ppo.losses import (
+    AGGREGATIONS,
+    SAMPLED_ESTIMATORS,
+    LossInputs,
+    LossOptions,
+    ppo_loss,
+    token_weights,
+)
 
 
 def loss_of(**over):
@@ -19,7 +26,7 @@ def loss_of(**over):
     names = {f.name for f in fields(LossOptions)}
     options = {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1} | {
         name: given.pop(name) for name in list(given) if name in names}
-    return ppo_loss(LossOptions(**options), **given)
+    return ppo_loss(LossOptions(**options), LossInputs(**given))
 
 
 def test_policy_loss_by_hand():
@@ -107,9 +114,10 @@ def test_gspo_is_the_clipped_objective_of_whole_responses():
     wanted = torch.autograd.grad(total, logprobs, retain_graph=True)[0]
     sizes = torch.tensor(lengths)
     found = ppo_loss(
-        LossOptions(0.1, policy_loss="gspo"), logprobs=logprobs, old_logprobs=old, lengths=sizes,
-        advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(sizes),
-        weights=(1.0 / (4.0 * sizes.double())).repeat_interleave(sizes), total_tokens=10)
+        LossOptions(0.1, policy_loss="gspo"), LossInputs(
+            logprobs=logprobs, old_logprobs=old, lengths=sizes, total_tokens=10,
+            advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(sizes),
+            weights=(1.0 / (4.0 * sizes.double())).repeat_interleave(sizes)))
     assert found.policy.item() == pytest.approx(total.item())
     torch.testing.assert_close(torch.autograd.grad(found.total, logprobs)[0], wanted)
     assert 0 < found.policy_clipfrac.item() < 1
@@ -203,11 +211,11 @@ def test_loss_equals_the_naive_reference_however_it_is_cut(aggregation, cut, opt
         def flat(name, part=part):
             return torch.tensor([x for r in part for x in r[name]], dtype=torch.float64)
 
-        found = ppo_loss(
-            options, logprobs=flat("lp"), values=flat("v"), entropy=flat("ent"),
+        found = ppo_loss(options, LossInputs(
+            logprobs=flat("lp"), values=flat("v"), entropy=flat("ent"),
             old_logprobs=flat("old"), old_values=flat("v_old"), advantages=flat("adv"),
             returns=flat("ret"), ref_logprobs=flat("ref"),
-            weights=weights.repeat_interleave(sizes), total_tokens=sum(lengths))
+            weights=weights.repeat_interleave(sizes), total_tokens=sum(lengths)))
         total, entropy = total + found.total.item(), entropy + found.entropy.item()
     said = [value for row in rows for value in row["ent"]]
     assert entropy == pytest.approx(sum(said) / len(said))  # nats of a token, however it is charged
