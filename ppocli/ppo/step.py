@@ -27,12 +27,10 @@ from ppocli.training.task import Plan, StepContext, UpdateGroup
 def collect_rollout(session: Session, context: StepContext, start: int, count: int,
                     samples: Samples | None = None) -> Rollout:
     """Sample, score and measure the episodes ``start`` to ``start + count``: B samples in the order
-    of their episodes, the same on all ranks; or score and measure ``samples`` [B] of an earlier
-    policy."""
+    of their episodes, the same on all ranks; or score and measure this rank's ``samples`` [b] of an
+    earlier policy."""
     clock, pending = context.clock, None
     prompts, num_local = policy_samples.share_of_prompts(session, start, count)  # [b, Q]
-    if samples is not None:
-        samples = samples.rows(torch.tensor(prompts.episodes) - start)
     forward = samples is not None or not session.from_decode
     chunks, parts = list[tuple[rollout.Chunk, policy_samples.PendingScores]](), list[Rollout]()
     with session.sampler.acting(session.policy) as policy:
