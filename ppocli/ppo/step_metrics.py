@@ -92,8 +92,10 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and biased standard deviation; NaN without any."""
-    middle = mean(values)
-    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
+    middle, squares = mean(values), list[float]()
+    for value in values:
+        squares.append((value - middle) ** 2)
+    return middle, math.sqrt(mean(squares))
 
 
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,

@@ -94,10 +94,10 @@ class Trained:
 
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
-        weights = [local_part(parameter) if self.backend.zero_stage == 3 else parameter
-                   for parameter in self.module.parameters() if parameter.requires_grad]
-        flags = torch.stack([torch.isfinite(weight.detach()).all() for weight in weights])
-        return not self.backend.ranks.any(not bool(flags.all()))
+        in_parts = self.backend.zero_stage == 3
+        flags = [torch.isfinite((local_part(each) if in_parts else each).detach()).all()
+                 for each in self.module.parameters() if each.requires_grad]
+        return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
 
 
 class ZeroTrained(Trained):
