@@ -8,9 +8,10 @@
     python benchmarks/prove_gpu.py --rehearse cpu --workload gsm8k-rehearsal \\
         --quickstart ppo.total_episodes=768 ppo.num_rollouts=128 prompts.eval.repeat=1
 
-Each part has its own share of the time, and is reported whatever becomes of the others. What has
-been finished on this card with this code isn't run again: a second call goes on with what is
-missing. Figures lie in build/prove/prove.json, each part's output beside it.
+Each part has a share of the time, with what those before it have left, and is reported whatever
+becomes of the others. What has been finished on this card with this code isn't run again: a second
+call goes on with what is missing. Figures lie in build/prove/prove.json, each part's output beside
+it.
 """
 
 import argparse
@@ -390,11 +391,11 @@ def main() -> int:
     kept = kept_of(args, card)
     parts, end = kept["parts"], time.perf_counter() + 60 * args.minutes
     todo = [name for name in PARTS if name in args.only and (
-        name in args.again or parts.get(name, {}).get("status") not in ("done", "not here"))]
+        name in args.again or parts.get(name, {}).get("status") != "done")]
     progress(f"{card}: {len(todo)} parts, {args.minutes:g} minutes at most")
     for number, name in enumerate(todo, 1):
-        title, share = PARTS[name]
-        limit = min(60 * args.minutes * share, end - time.perf_counter())
+        title, later = PARTS[name][0], sum(PARTS[other][1] for other in todo[number:])
+        limit = end - time.perf_counter() - 60 * args.minutes * later
         if limit < ENOUGH_SECONDS * min(args.minutes / 10, 1.0):
             result = Result("out of time", why="no time was left; the next call goes on with it")
         else:
