@@ -119,7 +119,7 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/finished_share": float(rollout.finished.double().mean())}
     if extras.sampled or extras.episodes or extras.sampler_logprobs is not None \
-            or len(rollout.parts) > 1 or any(rollout.logs):
+            or len(rollout.parts) > 1 or any(rollout.logs) or cfg.prompts.mix:
         figures |= further_figures(rollout, experience, cfg)
     for name, amounts in penalties_of(rollout, cfg).items():  # over all samples
         figures[f"reward/penalty/{name}"] = mean(amounts.nan_to_num(0.0).tolist())
@@ -128,7 +128,8 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
 
 def further_figures(rollout: Rollout, experience: Experience, cfg: schema.TrainConfig
                     ) -> dict[str, float]:
-    """Of dynamic sampling, episodes, several rewards, what they log, and another sampler's gap."""
+    """Of dynamic sampling, episodes, several sources, several rewards, what they log, and another
+    sampler's gap."""
     extras, figures = rollout.extras, means_of(rollout.logs, "logged")
     if extras.sampled:
         figures |= {"rollout/drawn": float(extras.sampled),
