@@ -144,8 +144,8 @@ def _roomy_layer() -> Any:
                    ) -> tuple[torch.Tensor, torch.Tensor]:
             """Add [b, H, n, D] keys and values; returns all, or the whole room if it is held."""
             if self.column is not None:
-                return (getattr(self.keys, _ROOM).index_copy_(2, self.column, key_states),
-                        getattr(self.values, _ROOM).index_copy_(2, self.column, value_states))
+                return (_put(self.keys, self.column, key_states),
+                        _put(self.values, self.column, value_states))
             if not self.is_initialized:
                 self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
                 self.is_initialized = True
@@ -155,6 +155,12 @@ def _roomy_layer() -> Any:
             return self.keys, self.values
 
     return RoomyLayer
+
+
+def _put(held: Any, column: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The whole room of the states that are held, with new ones [b, H, 1, D] in a column."""
+    room: torch.Tensor = getattr(held, _ROOM)
+    return room.index_copy_(2, column, new.to(room.dtype))
 
 
 def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
