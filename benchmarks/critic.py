@@ -1,0 +1,217 @@
+"""What a critic is worth: GAE against RLOO, GRPO and REINFORCE++ at equal samples.
+
+    python benchmarks/critic.py --out docs/critic.md --svg docs/critic.svg
+    python benchmarks/critic.py guess_number --estimators critic rloo
+
+Four worlds (``worlds.py``, and the recipe guess_number). All estimators have their advantages
+whitened and, but for guess_number, the KL in the loss with one coefficient and estimate, so that
+the advantages are what they differ in. Their rate is steered (``ppo.step_kl``), for all with three
+lengths of a step, each with a seed of its own: no estimator has a rate that suits it better than
+the others, and an interval covers seeds and rates.
+
+The runs follow one another in one process with one thread; each is a line of ``results.jsonl``, and
+what is there is not run again.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import worlds
+from machine import provenance
+from strangers import interval
+from tables import marks, table, write_between
+
+import ppocli
+from ppocli.publish.pictures import Line, Panel, draw
+
+PAIRS = (("0.5", 2), ("1", 4), ("2", 3))
+"""lengths of a step, in nats a response, and the seed of each"""
+SAME = ("ppo.whiten_advantages=true", "ppo.optimizer.lr=1e-3", "eval.at_start=false",
+        "eval.every_steps=null", "checkpoint.every_steps=null", "checkpoint.keep_best=false",
+        "hardware.num_threads=1", "hardware.device=cpu")
+KL = ("ppo.kl_in=loss", "ppo.kl_estimator=k3+", "ppo.init_kl_coef=0.2")
+LOO = ("ppo.advantage=rloo", "ppo.n=4")
+ESTIMATORS = {
+    "critic": ("GAE, lambda 1", ("ppo.gamma=1", "ppo.lam=1")),
+    "critic-lower": ("GAE, lower lambda", ()),
+    "critic-untrained": ("the same, values never trained", ("ppo.vf_coef=0",)),
+    "critic-n4": ("GAE, lambda 1, 4 of each prompt", ("ppo.gamma=1", "ppo.lam=1", "ppo.n=4")),
+    "rloo": ("RLOO of 4", LOO),
+    "grpo": ("GRPO of 4", ("ppo.advantage=grpo", "ppo.n=4")),
+    "reinforce_pp": ("REINFORCE++", ("ppo.advantage=reinforce_pp", "ppo.gamma=1")),
+}
+"""name -> what it is called, and what is typed for it"""
+LOWER = ("critic-lower", "critic-untrained")
+"""those with the world's lower gamma and lambda"""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A world and how long it is trained on."""
+
+    episodes: int
+    words: tuple[str, ...]
+    lower: tuple[str, ...]
+    """gamma and lambda that suit a critic"""
+
+
+TASKS = {
+    "guess_number": Task(5120, ("+recipe=guess_number", "ppo.chunk_size=256"), (
+        "ppo.gamma=0.9", "ppo.lam=0.5")),
+    "critiques": Task(1024, (*KL, "ppo.num_rollouts=64", "ppo.ppo_epochs=2"), ("ppo.lam=0.95",)),
+    "nim": Task(2560, (*KL, "prompts.eval.repeat=256"), (
+        "ppo.gae_unit=turn", "ppo.lam=0.5")),
+    "sentences": Task(1280, KL, ("ppo.lam=0.95",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one run came to."""
+
+    world: str
+    estimator: str
+    step_kl: str
+    seed: int
+    reward: float
+    """of the evaluation after training"""
+    kl: float | None
+    """nats a response; None without a reference"""
+    length: float
+    """mean response tokens of the evaluation as a share of the first rollout's, the start's"""
+    curve: list[tuple[int, float]]
+    """episodes, and the mean reward of the rollout that ends there"""
+    explained: list[float]
+    """share of the variance of returns that the critic explains, in each step; empty without"""
+    processor: float
+    """seconds of all steps, evaluations and loading apart"""
+
+
+def words_of(name: str, keep: Path) -> list[str]:
+    """What is typed for a world, whoever estimates."""
+    own = [] if name == "guess_number" else worlds.words_of(
+        name, worlds.made(name, keep / "worlds"))
+    task = TASKS[name]
+    return [*task.words[:1], *own, *task.words[1:], *SAME, f"ppo.total_episodes={task.episodes}"]
+
+
+def trained(name: str, estimator: str, step_kl: str, seed: int, keep: Path) -> Result:
+    """Train once."""
+    task = TASKS[name]
+    typed = (*(task.lower if estimator in LOWER else ()), *ESTIMATORS[estimator][1])
+    folder = keep / "runs" / name
+    run_name = f"{estimator}-{step_kl}-{seed}"
+    shutil.rmtree(folder / run_name, ignore_errors=True)
+    run = ppocli.train([*words_of(name, keep), *typed, f"ppo.step_kl={step_kl}", f"seed={seed}",
+                        f"output_dir={folder}", f"run_name={run_name}"])
+    rows = [row for row in map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+            if "reward/mean" in row]
+    after = run.summary["eval_after"]
+    return Result(name, estimator, step_kl, seed, after["reward_mean"], after.get("kl_mean"),
+                  after["response_tokens_mean"] / rows[0]["rollout/response_tokens_mean"],
+                  [(row["episode"], row["reward/mean"]) for row in rows],
+                  [row["val/var_explained"] for row in rows if "val/var_explained" in row],
+                  sum(row["cpu/step"] for row in rows))
+
+
+def results_of(keep: Path) -> list[Result]:
+    """Of all runs that have ended."""
+    path = keep / "results.jsonl"
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()] \
+        if path.is_file() else []
+
+
+def make(keep: Path, plan: Iterable[tuple[str, str, tuple[str, int]]]) -> None:
+    """Train, and write a line for each run that ends."""
+    for name, estimator, (step_kl, seed) in plan:
+        result = trained(name, estimator, step_kl, seed, keep)
+        with (keep / "results.jsonl").open("a", encoding="utf-8") as out:
+            out.write(json.dumps(asdict(result)) + "\n")
+
+
+def _row(found: list[Result], base: dict[tuple[str, int], Result]) -> list[str]:
+    """A line of a world's table; ``base`` are the critic's runs by length of a step and seed."""
+    pairs = [(base[one.step_kl, one.seed], one) for one in found
+             if (one.step_kl, one.seed) in base and found[0].estimator != "critic"]
+    explained = [fmean(one.explained[len(one.explained) // 2:]) for one in found if one.explained]
+    return [ESTIMATORS[found[0].estimator][0], str(len(found)),
+            interval([one.reward for one in found], 3),
+            interval([one.reward - critic.reward for critic, one in pairs], 3) if pairs else "",
+            interval([fmean(reward for _, reward in one.curve) for one in found], 3),
+            "" if found[0].kl is None else interval([one.kl for one in found], 2),
+            interval([one.length for one in found], 2),
+            interval(explained, 2) if explained else "",
+            f"{fmean(one.processor for one in found):.0f}"]
+
+
+def tables_of(found: list[Result]) -> str:
+    """A table of each world."""
+    texts = []
+    for name, task in TASKS.items():
+        of_world = [one for one in found if one.world == name]
+        base = {(one.step_kl, one.seed): one for one in of_world if one.estimator == "critic"}
+        runs = {estimator: [one for one in of_world if one.estimator == estimator]
+                for estimator in ESTIMATORS}
+        head = ["", "runs", "reward", "less the critic's", "over the run", "KL, nats",
+                "length kept", "explained", "processor s"]
+        before = fmean(one.curve[0][1] for one in of_world)
+        texts.append(f"**{name}**, {task.episodes} episodes, reward before {before:.3f}\n\n"
+                     + table(head, [_row(own, base) for own in runs.values() if own]))
+    return "\n\n".join(texts)
+
+
+def panels_of(found: list[Result]) -> list[Panel]:
+    """Mean reward of the rollouts over episodes, one panel for each world."""
+    panels = []
+    for name in TASKS:
+        lines = []
+        for estimator, (title, _) in ESTIMATORS.items():
+            curves = [one.curve for one in found if (one.world, one.estimator) == (name, estimator)]
+            if curves:
+                lines.append(Line(title, [
+                    (points[0][0], fmean(reward for _, reward in points))
+                    for points in zip(*curves, strict=True)]))
+        panels.append(Panel(f"{name}: reward", lines, "episodes"))
+    return panels
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(TASKS), metavar="WORLD",
+                        help=f"of {', '.join(TASKS)} (all)")
+    parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS), choices=ESTIMATORS)
+    parser.add_argument("--keep", type=Path, default=Path("runs/critic"),
+                        help="the folder of worlds, runs and results.jsonl (%(default)s)")
+    parser.add_argument("--tables", action="store_true", help="make no run")
+    parser.add_argument("--out", type=Path, help="write the tables into this file, between its "
+                        f"lines {' and '.join(marks('critic'))}")
+    parser.add_argument("--svg", type=Path, help="write a picture of them")
+    args = parser.parse_args()
+    keep = args.keep.absolute()
+    found = results_of(keep)
+    if not args.tables:
+        there = {(one.world, one.estimator, one.step_kl, one.seed) for one in found}
+        make(keep, (one for one in product(args.names, args.estimators, PAIRS)
+                    if (*one[:2], *one[2]) not in there))
+        found = results_of(keep)
+    text = tables_of(found)
+    print(text)
+    if args.svg:
+        args.svg.write_bytes(draw(panels_of(found)))
+    if args.out:
+        lengths = ", ".join(f"{step} with seed {seed}" for step, seed in PAIRS)
+        write_between(args.out, "critic", f"{text}\n\n" + provenance(
+            f"one thread a run, other work on the machine; `ppo.step_kl` {lengths}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
