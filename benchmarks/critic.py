@@ -23,7 +23,9 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import worlds
+from learning import rows_of
 from machine import provenance
 from strangers import interval
 from tables import marks, table, write_between
@@ -41,14 +43,18 @@ LOO = ("ppo.advantage=rloo", "ppo.n=4")
 ESTIMATORS = {
     "critic": ("GAE, lambda 1", ("ppo.gamma=1", "ppo.lam=1")),
     "critic-lower": ("GAE, lower lambda", ()),
-    "critic-untrained": ("the same, values never trained", ("ppo.vf_coef=0",)),
+    "critic-untrained": ("the same, values never learn", ("ppo.vf_coef=0",)),
+    "critic-rate": ("GAE, lambda 1, values at a rate of their own", (
+        "ppo.gamma=1", "ppo.lam=1", "ppo.optimizer.value_lr=1e-2")),
+    "critic-better": ("GAE, lower lambda, values that learn faster", (
+        "ppo.lam_value=1", "ppo.optimizer.value_lr=1e-2")),
     "critic-n4": ("GAE, lambda 1, 4 of each prompt", ("ppo.gamma=1", "ppo.lam=1", "ppo.n=4")),
     "rloo": ("RLOO of 4", LOO),
     "grpo": ("GRPO of 4", ("ppo.advantage=grpo", "ppo.n=4")),
     "reinforce_pp": ("REINFORCE++", ("ppo.advantage=reinforce_pp", "ppo.gamma=1")),
 }
 """name -> what it is called, and what is typed for it"""
-LOWER = ("critic-lower", "critic-untrained")
+LOWER = ("critic-lower", "critic-better", "critic-untrained")
 """those with the world's lower gamma and lambda"""
 
 
@@ -92,6 +98,8 @@ class Result:
     """share of the variance of returns that the critic explains, in each step; empty without"""
     processor: float
     """seconds of all steps, evaluations and loading apart"""
+    kls: list[float]
+    """nats a response of each rollout; empty without a reference"""
 
 
 def words_of(name: str, keep: Path) -> list[str]:
@@ -111,14 +119,19 @@ def trained(name: str, estimator: str, step_kl: str, seed: int, keep: Path) -> R
     shutil.rmtree(folder / run_name, ignore_errors=True)
     run = ppocli.train([*words_of(name, keep), *typed, f"ppo.step_kl={step_kl}", f"seed={seed}",
                         f"output_dir={folder}", f"run_name={run_name}"])
-    rows = [row for row in map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
-            if "reward/mean" in row]
-    after = run.summary["eval_after"]
+    return result_of(run.run_dir, name, estimator, step_kl, seed)
+
+
+def result_of(run: Path, name: str, estimator: str, step_kl: str, seed: int) -> Result:
+    """Of a finished run."""
+    rows = [row for row in rows_of(run / "metrics.jsonl") if "reward/mean" in row]
+    after = json.loads((run / "summary.json").read_text())["eval_after"]
     return Result(name, estimator, step_kl, seed, after["reward_mean"], after.get("kl_mean"),
                   after["response_tokens_mean"] / rows[0]["rollout/response_tokens_mean"],
                   [(row["episode"], row["reward/mean"]) for row in rows],
                   [row["val/var_explained"] for row in rows if "val/var_explained" in row],
-                  sum(row["cpu/step"] for row in rows))
+                  sum(row["cpu/step"] for row in rows),
+                  [row["objective/kl"] for row in rows if row["objective/kl"] is not None])
 
 
 def results_of(keep: Path) -> list[Result]:
@@ -136,16 +149,31 @@ def make(keep: Path, plan: Iterable[tuple[str, str, tuple[str, int]]]) -> None:
             out.write(json.dumps(asdict(result)) + "\n")
 
 
-def _row(found: list[Result], base: dict[tuple[str, int], Result]) -> list[str]:
-    """A line of a world's table; ``base`` are the critic's runs by length of a step and seed."""
-    pairs = [(base[one.step_kl, one.seed], one) for one in found
-             if (one.step_kl, one.seed) in base and found[0].estimator != "critic"]
-    explained = [fmean(one.explained[len(one.explained) // 2:]) for one in found if one.explained]
+def late(values: list[float]) -> float:
+    """Mean of the last quarter."""
+    return fmean(values[-(len(values) // 4):])
+
+
+def at_kl(one: Result, level: float) -> float:
+    """The mean reward of rollouts where their KL reaches a level, both averaged over three."""
+    kls, rewards = (np.convolve(values, np.ones(3) / 3, "valid")
+                    for values in (one.kls, [reward for _, reward in one.curve]))
+    return float(np.interp(level, np.maximum.accumulate(kls), rewards))
+
+
+def _row(found: list[Result], base: dict[tuple[str, int], Result], level: float) -> list[str]:
+    """A line of a world's table; ``base`` are the runs of ``critic`` by length of a step and seed.
+    """
+    rewards = {(one.step_kl, one.seed): late([reward for _, reward in one.curve])
+               for one in found}
+    differences = [reward - late([before for _, before in base[pair].curve])
+                   for pair, reward in rewards.items() if pair in base]
+    explained = [late(one.explained) for one in found if one.explained]
     return [ESTIMATORS[found[0].estimator][0], str(len(found)),
-            interval([one.reward for one in found], 3),
-            interval([one.reward - critic.reward for critic, one in pairs], 3) if pairs else "",
-            interval([fmean(reward for _, reward in one.curve) for one in found], 3),
-            "" if found[0].kl is None else interval([one.kl for one in found], 2),
+            interval([one.reward for one in found], 3), interval(list(rewards.values()), 3),
+            interval(differences, 3) if differences and found[0].estimator != "critic" else "",
+            interval([late(one.kls) for one in found], 1) if found[0].kls else "",
+            interval([at_kl(one, level) for one in found], 3) if found[0].kls else "",
             interval([one.length for one in found], 2),
             interval(explained, 2) if explained else "",
             f"{fmean(one.processor for one in found):.0f}"]
@@ -155,15 +183,18 @@ def tables_of(found: list[Result]) -> str:
     """A table of each world."""
     texts = []
     for name, task in TASKS.items():
-        of_world = [one for one in found if one.world == name]
+        if not (of_world := [one for one in found if one.world == name]):
+            continue
         base = {(one.step_kl, one.seed): one for one in of_world if one.estimator == "critic"}
         runs = {estimator: [one for one in of_world if one.estimator == estimator]
                 for estimator in ESTIMATORS}
-        head = ["", "runs", "reward", "less the critic's", "over the run", "KL, nats",
-                "length kept", "explained", "processor s"]
+        level = min((late(one.kls) for one in of_world if one.kls), default=0.0)
+        head = ["", "runs", "reward, evaluated", "of the last quarter", "more than GAE, lambda 1",
+                "KL, nats", f"reward at {level:.1f} nats", "length kept", "explained",
+                "processor s"]
         before = fmean(one.curve[0][1] for one in of_world)
         texts.append(f"**{name}**, {task.episodes} episodes, reward before {before:.3f}\n\n"
-                     + table(head, [_row(own, base) for own in runs.values() if own]))
+                     + table(head, [_row(own, base, level) for own in runs.values() if own]))
     return "\n\n".join(texts)
 
 
