@@ -2,6 +2,7 @@
 
     python benchmarks/strangers.py
     python benchmarks/strangers.py sentences --rates none 1e-4 --seeds 1 2 --set ppo.lam=1
+    python benchmarks/strangers.py docstrings nim sums --svg docs/strangers.svg
 
 Nothing is typed but model, prompts, reward, episodes and seed; and the same with other learning
 rates. Every run is a whole ``ppocli train`` in a process of its own, with one thread. The worlds
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+import numpy as np
 import worlds
 from commands import PPOCLI, environment, run
 from frontier import best_of, unfinished
@@ -24,6 +26,11 @@ from machine import provenance
 from tables import table
 from world_models import load_truth
 
+from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.runs.record import read_run
+
+SMOOTHED = 5
+"""steps of which one point of a curve is the mean"""
 DEFAULT_RATE = "none"
 """in place of a learning rate: none is typed"""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
@@ -96,6 +103,33 @@ def verdict(outcomes: dict[str, list[Outcome]]) -> str:
             f"best ({best}); largest KL {max(kls.values()) / kls[best]:.2f} times the best one's.")
 
 
+def reward_over_kl(paths: list[Path]) -> list[tuple[float, float]]:
+    """Mean over runs of the rollouts' mean reward, as a function of their KL to the start.
+
+    Each run's curve of ``(KL, reward)``, smoothed over steps, is interpolated linearly at the same
+    values of KL, up to the smallest of the runs' largest.
+    """
+    curves = []
+    for path in paths:
+        points = np.array([(row["objective/kl"], row["reward/mean"]) for row in read_run(path).rows
+                           if "objective/kl" in row])
+        smooth = np.stack([np.convolve(one, np.ones(SMOOTHED) / SMOOTHED, "valid")
+                           for one in points.T])
+        curves.append(smooth[:, np.argsort(smooth[0])])
+    kls = np.linspace(max(kl[0] for kl, _ in curves), min(kl[-1] for kl, _ in curves), 40)
+    rewards = np.mean([np.interp(kls, kl, reward) for kl, reward in curves], axis=0)
+    return list(zip(kls.tolist(), rewards.tolist(), strict=True))
+
+
+def panel(name: str, runs: dict[str, list[Path]], best: list[tuple[int, float, float]]) -> Panel:
+    """Reward over KL of one world: a curve for each rate, and best-of-n of the start."""
+    lines = [Line("no rate" if rate == DEFAULT_RATE else f"lr {rate}", reward_over_kl(paths))
+             for rate, paths in runs.items()]
+    frontier = Line("best-of-n of the start", [(kl, reward) for _, kl, reward in best], "dots")
+    return Panel(f"{name}: reward over KL", [*lines, frontier],
+                 "KL to the start, nats a response")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,24 +142,28 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=64, help="prompts of best-of-n (%(default)s)")
     parser.add_argument("--keep", type=Path, default=Path("runs/strangers"),
                         help="the folder of worlds and runs (%(default)s)")
+    parser.add_argument("--svg", type=Path, help="write a picture of reward over KL")
     parser.add_argument("--again", action="store_true", help="make the runs anew")
     args = parser.parse_args()
-    keep = args.keep.absolute()
+    keep, panels = args.keep.absolute(), []
     for name in args.names:
         world, runs = worlds.made(name, keep / "worlds"), keep / name
         if args.again:
             shutil.rmtree(runs, ignore_errors=True)
-        outcomes = {rate: [outcome(trained(world, seed, rate, args.episodes, args.words, runs),
-                                   world) for seed in args.seeds] for rate in args.rates}
+        paths = {rate: [trained(world, seed, rate, args.episodes, args.words, runs)
+                        for seed in args.seeds] for rate in args.rates}
+        outcomes = {rate: [outcome(path, world) for path in made] for rate, made in paths.items()}
         rows = [row(rate, found) for rate, found in outcomes.items()]
-        rows += [[f"best of {n}", f"{reward:.3f}", f"{kl:.2f}", "", ""]
-                 for n, kl, reward in best_of(runs / f"{args.rates[0]}-{args.seeds[0]}", runs,
-                                              args.limit)]
+        best = best_of(paths[args.rates[0]][0], runs, args.limit)
+        rows += [[f"best of {n}", f"{reward:.3f}", f"{kl:.2f}", "", ""] for n, kl, reward in best]
+        panels.append(panel(name, paths, best))
         before = fmean(one.before for found in outcomes.values() for one in found)
         print(f"**{name}**, {args.episodes} episodes, reward before {before:.3f}; "
               f"{(world / 'facts.json').read_text()}\n")
         print(table(["rate", "reward", "KL, nats", "length kept", "truth gained"], rows))
         print(f"\n{verdict(outcomes)}\n", flush=True)
+    if args.svg:
+        args.svg.write_bytes(draw(panels))
     print(provenance(f"seeds {args.seeds}, one thread a run; words: {' '.join(args.words) or '-'}"))
     return 0
 

@@ -63,7 +63,6 @@ _ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("hardware.zero_stage", (3,), ("model.reference.shard", "hardware.offload_param",
                                    "hardware.gather_for_generation")),
     ("model.peft", (), ("model.quantization",)),
-    ("hardware.device", ("auto", "cuda"), ("model.quantization",)),
     ("hardware.precision", ("bf16",), ("hardware.weights",)),
     ("rollout.engine", ("vllm",), tuple(
         key for key in schema_keys() if key.startswith("rollout.")

@@ -96,7 +96,7 @@ class ModelConfig:
     """train an adapter on a frozen base: type (lora) and fields of that config of
     PEFT"""
     quantization: Optional[str] = key(None, choices=("8bit", "4bit"))
-    """hold the frozen base under model.peft in 8 or 4 bits (bitsandbytes, needs CUDA)"""
+    """hold the frozen base under model.peft in 8 or 4 bits (bitsandbytes)"""
     num_layers_unfrozen: int = key(-1, ge=-1, on_resume="refused")
     """train only the top k layers (-1: all)"""
     gradient_checkpointing: bool = key(False, on_resume="harmless")

@@ -1,10 +1,11 @@
 """A LoRA policy through the commands: trained, gone on with, judged, asked, exported."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ppocli, read_json
+from helpers import jsonl, ppocli, read_json
 from runs import assert_equal_runs, copied, resumed, run, whole_copy, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -88,3 +89,22 @@ def test_what_lies_in_the_current_folder_stands_for_no_library(world):
     for name in ("wandb", "peft", "safetensors"):
         (world / name).mkdir()
     ppocli("train", *words(*LORA, "run_name=lora", "ppo.num_steps=1"), cwd=world, code=0)
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantized_base_carries_policy_and_critic_and_goes_on_bit_for_bit(world, bits):
+    from safetensors.torch import load_file
+
+    run("train", *words(*LORA[:3], "ppo.num_steps=2", "ppo.optimizer.lr=1e-2",
+                        "model.value.kind=adapter", f"model.quantization={bits}",
+                        "run_name=small"), cwd=world, code=0)
+    folder = world / "runs/small"
+    before, *rest = jsonl(folder / "metrics.jsonl")
+    assert abs(before["eval/kl_mean"]) < 1e-5  # the reference is the same base without the adapter
+    assert all(row["val/var_explained"] is not None for row in rest if "loss/value" in row)
+    adapters = load_file(folder / "model/adapter_model.safetensors")
+    assert any(tensor.abs().sum() > 0 for name, tensor in adapters.items() if "lora_B" in name)
+    stopped = copied(folder, world / "cut", 1)
+    resumed(stopped)
+    assert_equal_runs(folder, stopped)

@@ -81,23 +81,19 @@ def check_text_alone(lm: Any) -> None:
 
 
 def quantized(cfg: schema.ModelConfig) -> dict[str, Any]:
-    """Arguments of transformers for quantized weights, which it makes on the GPU.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Arguments of transformers for weights that bitsandbytes quantizes on the device of this
+    process."""
     if cfg.quantization is None:
         return {}
-    if not torch.cuda.is_available():
-        raise InputError(f"A {cfg.quantization} base needs a CUDA device, and none was found.",
-                         where="model.quantization", fix="leave model.quantization out")
+    from accelerate import PartialState
     from transformers import BitsAndBytesConfig
 
+    device = PartialState().device
     how = (BitsAndBytesConfig(load_in_8bit=True) if cfg.quantization == "8bit" else
            BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                              bnb_4bit_use_double_quant=True,
-                              bnb_4bit_compute_dtype=torch.bfloat16))
-    return {"quantization_config": how, "device_map": {"": torch.cuda.current_device()}}
+                              bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=(
+                                  torch.float32 if device.type == "cpu" else torch.bfloat16)))
+    return {"quantization_config": how, "device_map": {"": device}}
 
 
 @dataclass(frozen=True, slots=True)
