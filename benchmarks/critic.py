@@ -42,20 +42,23 @@ KL = ("ppo.kl_in=loss", "ppo.kl_estimator=k3+", "ppo.init_kl_coef=0.2")
 LOO = ("ppo.advantage=rloo", "ppo.n=4")
 ESTIMATORS = {
     "critic": ("GAE, lambda 1", ("ppo.gamma=1", "ppo.lam=1")),
+    "reinforce_pp": ("REINFORCE++", ("ppo.advantage=reinforce_pp", "ppo.gamma=1")),
     "critic-lower": ("GAE, lower lambda", ()),
-    "critic-untrained": ("the same, values never learn", ("ppo.vf_coef=0",)),
+    "critic-untrained": ("lower lambda, values stay 0", ("ppo.vf_coef=0",)),
+    "rloo": ("RLOO of 4", ("ppo.advantage=rloo", "ppo.n=4")),
+    "grpo": ("GRPO of 4", ("ppo.advantage=grpo", "ppo.n=4")),
+    "critic-n4": ("GAE, lambda 1, 4 of each prompt", ("ppo.gamma=1", "ppo.lam=1", "ppo.n=4")),
     "critic-rate": ("GAE, lambda 1, values at a rate of their own", (
         "ppo.gamma=1", "ppo.lam=1", "ppo.optimizer.value_lr=1e-2")),
-    "critic-better": ("GAE, lower lambda, values that learn faster", (
+    "critic-better": ("GAE, lower lambda, values at a rate of their own", (
         "ppo.lam_value=1", "ppo.optimizer.value_lr=1e-2")),
-    "critic-n4": ("GAE, lambda 1, 4 of each prompt", ("ppo.gamma=1", "ppo.lam=1", "ppo.n=4")),
-    "rloo": ("RLOO of 4", LOO),
-    "grpo": ("GRPO of 4", ("ppo.advantage=grpo", "ppo.n=4")),
-    "reinforce_pp": ("REINFORCE++", ("ppo.advantage=reinforce_pp", "ppo.gamma=1")),
 }
 """name -> what it is called, and what is typed for it"""
+MAIN = tuple(ESTIMATORS)[:6]
 LOWER = ("critic-lower", "critic-better", "critic-untrained")
 """those with the world's lower gamma and lambda"""
+WITHOUT = {"critic": "reinforce_pp", "critic-lower": "critic-untrained"}
+"""with a critic -> what differs from it in the values alone, which are 0"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +164,34 @@ def at_kl(one: Result, level: float) -> float:
     return float(np.interp(level, np.maximum.accumulate(kls), rewards))
 
 
-def _row(found: list[Result], base: dict[tuple[str, int], Result], level: float) -> list[str]:
-    """A line of a world's table; ``base`` are the runs of ``critic`` by length of a step and seed.
-    """
-    rewards = {(one.step_kl, one.seed): late([reward for _, reward in one.curve])
-               for one in found}
-    differences = [reward - late([before for _, before in base[pair].curve])
-                   for pair, reward in rewards.items() if pair in base]
+Runs = dict[tuple[str, int], Result]
+"""of one estimator in one world, by length of a step and seed"""
+
+
+def _reward(one: Result) -> float:
+    return late([reward for _, reward in one.curve])
+
+
+def _more(runs: Runs, base: Runs) -> str:
+    """How much more reward than the runs of ``base`` with the same length of a step and seed."""
+    differences = [_reward(runs[pair]) - _reward(base[pair]) for pair in runs if pair in base]
+    return interval(differences, 3) if len(differences) > 2 else ""
+
+
+def _row(estimator: str, of_world: dict[str, Runs], level: float) -> list[str]:
+    """A line of a world's table; ``level`` is a KL that all runs reach, 0 without a reference."""
+    runs = of_world[estimator]
+    found = list(runs.values())
     explained = [late(one.explained) for one in found if one.explained]
-    return [ESTIMATORS[found[0].estimator][0], str(len(found)),
-            interval([one.reward for one in found], 3), interval(list(rewards.values()), 3),
-            interval(differences, 3) if differences and found[0].estimator != "critic" else "",
-            interval([late(one.kls) for one in found], 1) if found[0].kls else "",
-            interval([at_kl(one, level) for one in found], 3) if found[0].kls else "",
-            interval([one.length for one in found], 2),
-            interval(explained, 2) if explained else "",
+    return [ESTIMATORS[estimator][0],
+            *(f"{_reward(runs[pair]):.3f}" if pair in runs else "" for pair in PAIRS),
+            f"{fmean(one.reward for one in found):.3f}",
+            _more(runs, of_world.get("rloo", {})) if estimator != "rloo" else "",
+            _more(runs, of_world.get(WITHOUT.get(estimator, ""), {})),
+            *((f"{fmean(late(one.kls) for one in found):.1f}",
+               f"{fmean(at_kl(one, level) for one in found):.3f}") if level else ()),
+            f"{fmean(one.length for one in found):.2f}",
+            f"{fmean(explained):.2f}" if explained and estimator != "critic-untrained" else "",
             f"{fmean(one.processor for one in found):.0f}"]
 
 
@@ -185,31 +201,36 @@ def tables_of(found: list[Result]) -> str:
     for name, task in TASKS.items():
         if not (of_world := [one for one in found if one.world == name]):
             continue
-        base = {(one.step_kl, one.seed): one for one in of_world if one.estimator == "critic"}
-        runs = {estimator: [one for one in of_world if one.estimator == estimator]
-                for estimator in ESTIMATORS}
+        runs = {estimator: {(one.step_kl, one.seed): one for one in of_world
+                            if one.estimator == estimator} for estimator in ESTIMATORS}
         level = min((late(one.kls) for one in of_world if one.kls), default=0.0)
-        head = ["", "runs", "reward, evaluated", "of the last quarter", "more than GAE, lambda 1",
-                "KL, nats", f"reward at {level:.1f} nats", "length kept", "explained",
-                "processor s"]
+        head = ["", *(f"step {step}, seed {seed}" for step, seed in PAIRS), "evaluated",
+                "more than RLOO", "more than without values",
+                *(("KL, nats", f"reward at {level:.1f} nats") if level else ()),
+                "length kept", "explained", "processor s"]
         before = fmean(one.curve[0][1] for one in of_world)
-        texts.append(f"**{name}**, {task.episodes} episodes, reward before {before:.3f}\n\n"
-                     + table(head, [_row(own, base, level) for own in runs.values() if own]))
+        lower = " ".join(task.lower)
+        texts.append(f"**{name}**, {task.episodes} episodes, reward before {before:.3f}; lower "
+                     f"lambda: `{lower}`\n\n" + table(head, [
+                         _row(estimator, runs, level) for estimator in MAIN if runs[estimator]]))
     return "\n\n".join(texts)
 
 
 def panels_of(found: list[Result]) -> list[Panel]:
-    """Mean reward of the rollouts over episodes, one panel for each world."""
+    """Mean reward of the rollouts over episodes, one panel for each world, of the estimators that
+    have all runs."""
     panels = []
     for name in TASKS:
         lines = []
-        for estimator, (title, _) in ESTIMATORS.items():
-            curves = [one.curve for one in found if (one.world, one.estimator) == (name, estimator)]
-            if curves:
-                lines.append(Line(title, [
+        for estimator in MAIN:
+            curves = [one.curve for one in found if (one.world, one.estimator) == (name, estimator)
+                      and (one.step_kl, one.seed) in PAIRS]
+            if len(curves) == len(PAIRS):
+                lines.append(Line(ESTIMATORS[estimator][0], [
                     (points[0][0], fmean(reward for _, reward in points))
                     for points in zip(*curves, strict=True)]))
-        panels.append(Panel(f"{name}: reward", lines, "episodes"))
+        if lines:
+            panels.append(Panel(f"{name}: reward", lines, "episodes"))
     return panels
 
 
@@ -218,7 +239,7 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(TASKS), metavar="WORLD",
                         help=f"of {', '.join(TASKS)} (all)")
-    parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS), choices=ESTIMATORS)
+    parser.add_argument("--estimators", nargs="+", default=list(MAIN), choices=ESTIMATORS)
     parser.add_argument("--keep", type=Path, default=Path("runs/critic"),
                         help="the folder of worlds, runs and results.jsonl (%(default)s)")
     parser.add_argument("--tables", action="store_true", help="make no run")
