@@ -1,4 +1,4 @@
-# Needs Python 3.11 or 3.12 and make; everything else is installed into .venv.
+# Needs Python 3.11 to 3.13 and make; everything else is installed into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,6 +8,8 @@ WORDS ?=
 PIPELINE ?=
 # more words for the benchmarks of speed, as in: make bench-peers BENCH="--workload tiny"
 BENCH ?=
+# more words for the script, as in: make prove-gpu PROVE="--only gsm8k trl"
+PROVE ?=
 # trlX's libraries have no wheels for a newer Python
 PEER_PYTHON ?= python3.11
 # a checkout of https://github.com/CarperAI/trlx, archived; it was never published as a package
@@ -29,7 +31,7 @@ SOAK ?=
 	test-oldest mutants soak lint docs screenshots \
 	benchmark-learning benchmark-kinds benchmark-critic benchmark-startup benchmark-ranks \
 	benchmark-busy benchmark-ahead bench bench-peers bench-peers-setup \
-	bench-decode bench-supervised bench-gpu check-gpu clean
+	bench-decode bench-supervised bench-gpu prove-gpu check-gpu clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,14 +146,18 @@ bench-peers: $(VENV)/.installed bench-peers-setup ## time ppocli, TRL and trlX i
 	@$(BIN)/python benchmarks/speed.py peers --threads 2 $(BENCH)
 	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
 
-bench-gpu: check-gpu $(VENV)/.installed bench-peers-setup ## the same on a GPU: GPT-2 and a Llama of 1.1B in bf16
-	@$(BIN)/python benchmarks/speed.py peers --workload gpt2-gpu llama-1b-gpu --threads 8 $(BENCH)
+bench-gpu: check-gpu $(VENV)/.installed bench-peers-setup ## the same on a GPU in bf16: GPT-2, a Llama of 1.1B, and ppocli alone shaped like GSM8K
+	@$(BIN)/python benchmarks/speed.py peers --workload gpt2-gpu llama-1b-gpu gsm8k-gpu --threads 8 $(BENCH)
 	@$(BIN)/python benchmarks/speed.py floor --workload gpt2-gpu --threads 8
 	@$(BIN)/python benchmarks/speed.py write --out benchmarks/RESULTS.md
 
+# parts that are finished aren't run again; build/peers/classic brings TRL in beside it
+prove-gpu: check-gpu $(VENV)/.installed-dev ## try what matters on this GPU in ten minutes, write the table (PROVE="--only gsm8k")
+	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/prove_gpu.py --out benchmarks/RESULTS.md $(PROVE)
+
 check-gpu:
 	@nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null 2>&1 || \
-		{ echo "make bench-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
+		{ echo "this needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
 
 # each peer has an environment of its own; torch is the same for all and comes first, else another
 # package would choose it
@@ -216,9 +222,9 @@ touch $(VENV)/.unfinished
 endef
 
 define check_python
-if ! $(PYTHON) -c "import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" \
+if ! $(PYTHON) -c "import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))" \
 2>/dev/null; then \
-echo "ppocli needs Python 3.11 or 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+echo "ppocli needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 "name another: make PYTHON=python3.12 ..." >&2; exit 1; fi && \
 if ! $(PYTHON) -c "import venv, ensurepip" 2>/dev/null; then \
 echo "$(PYTHON) cannot make virtual environments;" \

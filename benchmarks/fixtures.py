@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workloads import SHAPES, TOKENIZER, TRLX, Shape, Workload
+from workloads import SHAPES, TOKENIZER, TRLX, WORKLOADS, Shape, Workload
 
 EOS = "<|endoftext|>"
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
@@ -77,10 +77,11 @@ def make(name: str, root: Path) -> None:
         _let_it_end(model, shape)
     model.save_pretrained(unfinished)
     _save_tokenizer(shape, unfinished / TOKENIZER)
-    trlx = unfinished / TRLX  # knows neither safetensors nor shards
-    trlx.mkdir()
-    shutil.copy(unfinished / "config.json", trlx)
-    torch.save(dict(model.state_dict()), trlx / "pytorch_model.bin")
+    if any(work.shape == name and "trlx" in work.systems for work in WORKLOADS.values()):
+        trlx = unfinished / TRLX  # knows neither safetensors nor shards
+        trlx.mkdir()
+        shutil.copy(unfinished / "config.json", trlx)
+        torch.save(dict(model.state_dict()), trlx / "pytorch_model.bin")
     (unfinished / "facts.json").write_text(json.dumps(_count(model, shape)), encoding="utf-8")
     unfinished.rename(root / name)
 

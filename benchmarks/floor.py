@@ -38,6 +38,16 @@ class Floor:
         return self.generate + self.reference + self.optimize + self.adam
 
 
+def forward_flops(facts: Mapping[str, int], prompt_tokens: float, new_tokens: float, *,
+                  head: bool = True) -> float:
+    """Floating-point operations of a model's pass over one sample: products with weights, causal
+    attention, and with ``head`` the output layer where response tokens are predicted."""
+    length = prompt_tokens + new_tokens - 1  # the last token is never fed
+    attention = facts["layers"] * 4 * facts["width"] * length / 2  # QK' and AV, causal
+    return (length * (2 * facts["body"] + attention)
+            + (new_tokens * 2 * facts["head"] if head else 0.0))
+
+
 def floor_of(work: Workload, facts: Mapping[str, int], *, prompt_tokens: float, new_tokens: float,
              gemm: float, bandwidth: float) -> Floor:
     """The floor of a workload that trains all layers.
@@ -48,10 +58,7 @@ def floor_of(work: Workload, facts: Mapping[str, int], *, prompt_tokens: float, 
         gemm: floating-point operations a second.
         bandwidth: bytes a second.
     """
-    length = prompt_tokens + new_tokens - 1  # the last token is never fed
-    attention = facts["layers"] * 4 * facts["width"] * length / 2  # QK' and AV, causal
-    forward = work.batch * (length * (2 * facts["body"] + attention)
-                            + new_tokens * 2 * facts["head"])
+    forward = work.batch * forward_flops(facts, prompt_tokens, new_tokens)
     word = 2 if work.precision == "bf16" else 4
     weights_read = new_tokens * (facts["body"] + facts["head"]) * word
     updates = work.epochs * (work.batch // work.mini_batch)

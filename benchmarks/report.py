@@ -63,6 +63,10 @@ def comparison(found: Comparison) -> str:
     measure = "wall" if cuda or found.threads > 1 else "processor"
     names = [*work.systems, *(name for name in found.outcomes if name not in work.systems)]
     rows = [_row(name, found, cuda) for name in names]
+    if (log := work.published) is not None:
+        rows.append([f"{log.label} ({log.note.partition(':')[0]})", "-", shown(log.step_seconds),
+                     "-", "-", shown(log.batch / log.step_seconds), "-",
+                     f"{log.response_tokens:.1f}", "-"])
     memory = "peak GPU MiB" if cuda else "peak MiB"
     text = table(["system", "processor s an iteration", "wall s", "against ours, processor",
                   "wall", "samples/s", memory, "tokens a response", "whole process s"], rows)
@@ -71,6 +75,9 @@ def comparison(found: Comparison) -> str:
     if best and ours and ours.rounds:
         text += (f"\n\nThe fastest peer by {measure} time is {SYSTEMS[best].label}: "
                  f"{ratio(found.outcomes[best], ours, measure)} times as long as ours.")
+    if log is not None:
+        text += (f"\n\n{log.label}: {log.tokens_per_second:.0f} tokens/s of prompts "
+                 f"and responses; {log.note}.")
     failures = [f"\n\n{SYSTEMS[name].label} failed: `{_last_line(outcome.failed)}`"
                 for name, outcome in found.outcomes.items() if outcome.failed]
     return text + "".join(failures)

@@ -88,11 +88,12 @@ class Process:
 
 
 def measure(name: str, work: Workload, places: Places, *, threads: int, seed: int,
-            words: Sequence[str] = ()) -> Process:
+            words: Sequence[str] = (), limit: float | None = None) -> Process:
     """Run a system once.
 
     Args:
         words: more words for ``ppocli train``; the peers don't hear of them.
+        limit: seconds after which it is killed.
 
     Raises:
         CommandFailedError: it could not be started, failed, or did less than it was asked to.
@@ -112,9 +113,9 @@ def measure(name: str, work: Workload, places: Places, *, threads: int, seed: in
             command = [python_of(system, places), str(PEERS / system.runner), str(told)]
             more |= {"TRLX_SRC": str(places.trlx_source), "PYTHONWARNINGS": "ignore"}
         else:
-            command = [PPOCLI, "train", *ours(job, work.chunk), *words, "run_name=run",
+            command = [PPOCLI, "train", *ours(job, work.chunk), *work.words, *words, "run_name=run",
                        f"output_dir={scratch}"]
-        took = run(command, scratch / "log", environment(threads, more))
+        took = run(command, scratch / "log", environment(threads, more), limit=limit)
         stamps = rollouts(_rows(scratch / "stamps.jsonl"), work.batch)
         if len(stamps) != work.rollouts:
             raise CommandFailedError(f"{len(stamps)} rollouts were scored, not {work.rollouts}")

@@ -39,7 +39,37 @@ SHAPES = {
     "llama-60m": Shape("llama", 9, 512, 8, 32000, 512, kv_heads=4, inner=1376),
     "qwen-100m": Shape("qwen2", 12, 640, 10, 50257, 512, kv_heads=2, inner=2400),
     "llama-1b": Shape("llama", 22, 2048, 32, 32000, 512, kv_heads=4, inner=5632),
+    "qwen-0.5b": Shape("qwen2", 24, 896, 14, 151936, 32768, kv_heads=2, inner=4864),
+    "qwen-tiny": Shape("qwen2", 2, 64, 4, 512, 512, kv_heads=2, inner=128),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a public log says of a system on like work, on a machine of its own."""
+
+    label: str
+    batch: int
+    step_seconds: float
+    """mean of a step, without evaluations"""
+    sample_tokens: float
+    """mean of a prompt and its response"""
+    response_tokens: float
+    note: str
+    """where the figures come from and what they were made on"""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts and responses over the time of a step."""
+        return self.batch * self.sample_tokens / self.step_seconds
+
+
+VERL_GSM8K = Published(
+    "verl, its own log", 256, 66.28, 382.1, 278.5,
+    "another machine, a GPU that the log doesn't name: means over the 435 steps of "
+    "github.com/eric-haibin-lin/verl-data, branch experiments, "
+    "gsm8k/Qwen2.5-0.5B-bsz256_2-prompt1024-resp512-0.567.log, vLLM in eager mode, micro-batches "
+    "of 2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +99,10 @@ class Workload:
     epochs: int = EPOCHS
     chunk: int | None = field(default=None)
     """responses that ours generates at once (None: all)"""
+    words: Sequence[str] = ()
+    """more words for ``ppocli train``, which override those that all systems share"""
+    published: Published | None = None
+    """stands beside what is measured"""
 
     @property
     def rollouts(self) -> int:
@@ -88,6 +122,20 @@ _MIXED = Workload("4 layers, 256 wide; responses of 4 to 128 tokens", "tiny-endi
 _TOP2: dict[str, Any] = {"layers_unfrozen": 2, "systems": ("ours", "trlx")}
 _GPU = Workload("GPT-2 124M on a GPU, bf16", "gpt2", 512, 64, 128, (16, 64), 2e-5,
                 precision="bf16", device="cuda", iterations=3)
+# prompts of 103.6 tokens in the mean and responses of 278.5, as in the log; the recipe gsm8k says
+# what else is verl's. Lengths are drawn: the model is random, and ends at chance only.
+_GSM8K = Workload(
+    "GSM8K-shaped PPO, Qwen2.5-0.5B's shape, a critic of the same, bf16", "qwen-0.5b", 256, 64, 512,
+    (64, 143), 1e-6, systems=("ours",), min_new_tokens=45, precision="bf16", device="cuda",
+    iterations=2, epochs=1, published=VERL_GSM8K, words=(
+        "generation.length_sampler=[45,512]", "model.value.kind=model",
+        "ppo.optimizer.value_lr=1e-5", "ppo.micro_batch_size=16", "ppo.max_grad_norm=1",
+        "ppo.lam=1", "ppo.init_kl_coef=0.001", "ppo.cliprange_value=0.5", "ppo.ent_coef=0.001"))
+
+_GSM8K_REHEARSAL = replace(
+    _GSM8K, title="the same in small, to rehearse it", shape="qwen-tiny", batch=8, mini_batch=4,
+    new_tokens=12, prompt_tokens=(4, 8), min_new_tokens=4, warmup=0, iterations=1, words=(
+        *_GSM8K.words, "generation.length_sampler=[4,12]", "ppo.micro_batch_size=4"))
 
 WORKLOADS = {
     "tiny": _TINY,
@@ -104,6 +152,8 @@ WORKLOADS = {
     "qwen-100m": replace(_GPT2, title="Qwen2 shape, 100M", shape="qwen-100m",
                          systems=("ours", "classic", "experimental")),
     "gpt2-gpu": _GPU,
+    "gsm8k-gpu": _GSM8K,
+    "gsm8k-rehearsal": _GSM8K_REHEARSAL,
     "llama-1b-gpu": replace(_GPU, title="Llama shape, 1.1B, on a GPU, bf16", shape="llama-1b"),
 }
 

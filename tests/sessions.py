@@ -150,10 +150,10 @@ def assert_own_logprobs(lm: Any, rollout: Rollout, temperature: float = 1.0) -> 
 
 
 def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
-                ranks: int = 1) -> Estimate:
+                ranks: int = 1, device_bytes: int | None = None) -> Estimate:
     """What is told beforehand of a run on one host, whose longest prompt has so many tokens."""
     return estimate(cfg, models_of(cfg, config), prompt_tokens=prompt_tokens, cuda=cuda,
-                    ranks=ranks, ranks_on_host=ranks)
+                    ranks=ranks, ranks_on_host=ranks, device_bytes=device_bytes)
 
 
 def fresh_state(session: Session) -> PPOState:

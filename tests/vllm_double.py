@@ -1,9 +1,10 @@
 """A small server that speaks the routes of vLLM 0.32 that ppocli uses, on a tiny model through our
 decode loop. What it does where something goes wrong was seen in vLLM itself: a reload that fails
 ends its engine, one that isn't in checkpoint format and has no weights changes nothing, output
-embeddings that are shared keep old weights.
+embeddings that are shared keep old weights; answers to changes of adapters are no JSON.
 """
 
+import copy
 import json
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import peft
 import torch
 from helpers import running
 from safetensors.torch import load_file
@@ -48,11 +50,17 @@ class Engine:
                  most_tokens: int = 64) -> None:
         loaded = load_decodable(cfg.model)
         self.lm, self.tokenizer = loaded.lm, load_tokenizer(cfg.model)
+        self.adapters = dict[str, Any]()
+        """by name, each on a model of its own"""
+        self.known = set[str]()
+        """names and paths that adapters have had, which caches remember"""
         self.name = name or served_name(cfg, loaded.export_config)
         self.tied, self.most_tokens = tied, most_tokens
         self.head = torch.nn.Parameter(self.lm.get_output_embeddings().weight.detach().clone())
         self.lm.get_output_embeddings().weight = self.head
         self.version, self.dead, self.paused = "default", False, False
+        self.asleep, self.empty = set[str](), False
+        """parts without memory; whether weights were dropped"""
         self.stale = False
         """whether the prefix cache is of other weights"""
         self.lock = threading.Lock()
@@ -60,11 +68,16 @@ class Engine:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, path: str, body: dict[str, Any], query: str = "") -> tuple[int, Any]:
+        if path in ("/sleep", "/wake_up", "/is_sleeping"):
+            return self.doze(path, query)
         if self.dead and path != "/v1/models":
             return 500, {"error": {"message": "EngineCore encountered an issue."}}
         if path == "/v1/models":
-            return 200, {"data": [{"id": self.name, "max_model_len": self.most_tokens}]}
+            return 200, {"data": [{"id": self.name, "max_model_len": self.most_tokens}, *(
+                {"id": name, "parent": self.name} for name in self.adapters)]}
+        if path.startswith("/v1/"):
+            return self.change_adapters(path, **body)
         if path in ("/health", "/pause", "/resume"):
             self.paused = path == "/pause" or (self.paused and path == "/health")
             return 200, None
@@ -80,14 +93,41 @@ class Engine:
             assert body["method"] == "reload_weights"
             return self.reload(**body["kwargs"])
         if path == "/inference/v1/generate":
-            return self.generate(body["token_ids"], body["sampling_params"])
+            model = body.get("model", self.name)
+            if model not in (self.name, *self.adapters):
+                return 404, {"error": {"message": f"The model `{model}` does not exist."}}
+            status, said = self.generate(self.adapters.get(model, self.lm), body["token_ids"],
+                                         body["sampling_params"])
+            return status, {**said, "model": model}
         return 404, {"detail": "Not Found"}
+
+    def doze(self, path: str, query: str) -> tuple[int, Any]:
+        if path == "/sleep":
+            self.asleep, self.empty, self.paused = {"weights", "kv_cache"}, query == "level=2", True
+        if path == "/wake_up":
+            self.asleep -= {query.removeprefix("tags=")} if query else self.asleep
+            self.paused = bool(self.asleep)
+        return 200, {"is_sleeping": bool(self.asleep)}
+
+    def change_adapters(self, path: str, lora_name: str, lora_path: str = "") -> tuple[int, Any]:
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[lora_name]
+            return 200, b"Success: removed"
+        if not (Path(lora_path) / "adapter_config.json").is_file():
+            return 404, {"error": {"message": f"Loading lora {lora_name} failed: No adapter found "
+                                   f"for {lora_path}"}}
+        assert not self.known & {lora_name, lora_path}, "caches have answers of other weights"
+        self.known |= {lora_name, lora_path}
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(self.lm), lora_path)
+        self.adapters[lora_name] = model.base_model.model.eval()
+        return 200, b"Success: added"
 
     def reload(self, weights_path: str, is_checkpoint_format: bool = True) -> tuple[int, Any]:
         files = sorted(Path(weights_path).glob("*.safetensors"))
         if not files:
             self.dead = is_checkpoint_format
             return 500, {"error": {"message": f"Worker failed with error '{weights_path}'"}}
+        assert "weights" not in self.asleep
         if is_checkpoint_format:
             self.load({name: tensor for file in files for name, tensor in load_file(file).items()})
         return 200, {"results": [None]}
@@ -96,11 +136,13 @@ class Engine:
         if self.tied:
             del found["lm_head.weight"]
         self.lm.load_state_dict(found, strict=not self.tied)
-        self.stale = True
+        self.stale, self.empty = True, False
 
-    def generate(self, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
+    def generate(self, lm: Any, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
         assert not self.stale, "the prefix cache is of other weights"
         assert not self.paused, "this would wait for ever"
+        assert not self.asleep
+        assert not self.empty, "the weights were dropped"
         if len(ids) + params["max_tokens"] > self.most_tokens:
             params = {**params, "max_tokens": self.most_tokens - len(ids)}
         spec = SamplingSpec(
@@ -113,9 +155,9 @@ class Engine:
         bias = torch.zeros(len(self.head))
         for one, value in params.get("logit_bias", {}).items():
             bias[int(one)] = value
-        with torch.no_grad(), self.lock, self.lm.get_output_embeddings().register_forward_hook(
+        with torch.no_grad(), self.lock, lm.get_output_embeddings().register_forward_hook(
                 lambda *given: given[-1] + bias):
-            out, = decode(Decoder(self.lm, spec, self.tokenizer), tokens, torch.ones_like(
+            out, = decode(Decoder(lm, spec, self.tokenizer), tokens, torch.ones_like(
                 tokens).bool(), noise)
         said, logprobs = out.tokens[0].tolist(), out.logprobs[0].tolist()
         return 200, {"choices": [{
@@ -138,12 +180,13 @@ def serving(engine: Engine, spoil: Spoilt = lambda *_: None, port: int = 0) -> I
             self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _answer(self, body: dict[str, Any]) -> None:
-            path = urlsplit(self.path).path
+            path, query = urlsplit(self.path).path, urlsplit(self.path).query
             engine.asked[path] += 1
             engine.bodies.append(body)
             engine.headers.append(dict(self.headers))
             try:
-                status, said = spoil(path, engine.asked[path], body) or engine.answer(path, body)
+                status, said = (spoil(path, engine.asked[path], body)
+                                or engine.answer(path, body, query))
             except ConnectionError:
                 self.close_connection = True
                 return
@@ -171,8 +214,8 @@ def config(folder: Path, *urls: str, **keys: Any) -> TrainConfig:
                         rollout__timeout=20.0, **keys)
 
 
-def engine_of(folder: Path, **how: Any) -> Engine:
-    return Engine(small_config(folder), **how)
+def engine_of(folder: Path, *, tied: bool = False, **keys: Any) -> Engine:
+    return Engine(small_config(folder, **keys), tied=tied)
 
 
 @contextmanager
@@ -226,6 +269,16 @@ def disturb(session: Session) -> None:
     with torch.no_grad():
         for parameter in session.policy.lm.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+LORA = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def move_adapter(session: Session) -> None:
+    with torch.no_grad():
+        for parameter in session.loaded.adapter.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def assert_same(found: Samples, wanted: Samples) -> None:

@@ -29,6 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+SERVER = "PPOCLI_TESTS_FORK_AT"
 _READ_LATE = ("PPOCLI_", "PYTEST_", "SLURM_", "MY_")
 """variables that begin so are read when a command needs them; of others, libraries may know already
 what the forked process had"""
@@ -176,6 +177,25 @@ class Server:
         self._folder.cleanup()
 
 
+def served_by() -> dict[str, str]:
+    """The variable by which a process that a test has started finds the forking one, for
+    :func:`ask`."""
+    return {SERVER: _server()._path}
+
+
+def ask(argv: Sequence[str]) -> int:
+    """``python ARGV`` forked for this process, which a test has started, with its files, folder,
+    environment and process group; its exit code."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ.pop(SERVER))
+    _send(connection, {"argv": list(argv), "cwd": os.getcwd(), "env": dict(os.environ),
+                       "terminal": False, "group": os.getpgrp()}, (0, 1, 2))
+    with connection.makefile("r") as told:
+        assert told.readline().startswith("pid")
+        status = int(told.readline().removeprefix("status "))
+    return os.waitstatus_to_exitcode(status)
+
+
 Process = Forked | subprocess.Popen
 _server = functools.cache(Server)
 
@@ -265,7 +285,7 @@ def _take_over(request: dict[str, Any], fds: list[int]) -> None:
     if request["terminal"]:
         os.setsid()
     else:
-        os.setpgid(0, 0)
+        os.setpgid(0, request.get("group", 0))
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)

@@ -346,7 +346,7 @@ LAUNCH = (
     *noticed_by(
         "integration/test_cli_validate.py",
         ("any_key_changes_on_resume", "launch/open_run_folder.py",
-         'if config_yaml.classify_change(key) == "refused"', "if not key",
+         'if resume_policy.classify_change(key) == "refused"', "if not key",
          "test_resuming_is_compared_with_the_run"),
         ("flat_scores_unnoticed", "launch/preflight.py", "equal = len(scores) > 1 and",
          "equal = len(scores) > 9 and", "test_notes_on_what_nothing_can_be_learnt_from"),

@@ -32,7 +32,8 @@ BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
 """values of ``reward.step_fn``"""
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
     "guess_number": "ppocli.environments.shipped:GuessNumber",
-    "calculator": "ppocli.environments.shipped:Calculator"}
+    "calculator": "ppocli.environments.shipped:Calculator",
+    "openenv": "ppocli.environments.openenv_sessions:OpenEnv"}
 """values of ``env.fn``"""
 TOOLS = "tools"
 """value of ``env.fn`` for the user's functions as tools (``env.tools``)"""

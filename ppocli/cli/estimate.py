@@ -50,6 +50,7 @@ def print_estimate(
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = composed(overrides or [])
+    from ppocli.distributed.host_memory import on_cuda
     from ppocli.models.memory import estimate, models_of, read_config
     from ppocli.models.memory_check import advice, compared
     from ppocli.runs.model_files import quiet_transformers
@@ -57,16 +58,13 @@ def print_estimate(
     quiet_transformers()
     config = read_config(cfg.model, "model.path")
     tokens, new, source = _longest(cfg, config, prompt_tokens)
-    hardware = cfg.hardware
-    cuda = hardware.device == "cuda"
-    if hardware.device == "auto":  # as on this machine
-        import torch
-
-        cuda = torch.cuda.is_available()
+    hardware, cuda = cfg.hardware, on_cuda(cfg.hardware)
     ranks = hardware.num_processes * hardware.num_nodes
+    room = _room(memory, cuda) if available or memory is not None else None
     needed = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
-                      ranks=ranks, ranks_on_host=hardware.num_processes)
-    sizes = compared(needed, _room(memory, cuda)) if available or memory is not None else None
+                      ranks=ranks, ranks_on_host=hardware.num_processes,
+                      device_bytes=None if room is None else room.whole_device)
+    sizes = None if room is None else compared(needed, room)
     if sizes == []:
         raise InputError("This system doesn't tell how much memory is free.", where="--available",
                          fix="give it: --memory GIB")
@@ -142,7 +140,8 @@ def _room(memory: float | None, cuda: bool) -> Room:
 
     if memory is not None:
         size = round(memory * 2**30)
-        return Room(size, None, ASSUMED_DEVICE) if cuda else Room(None, size, ASSUMED_DEVICE)
+        return (Room(size, None, ASSUMED_DEVICE, size) if cuda
+                else Room(None, size, ASSUMED_DEVICE))
     import torch
 
     if cuda and not torch.cuda.is_available():

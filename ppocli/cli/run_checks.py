@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,16 @@ def _check_prompts(config: schema.TrainConfig, checked: Checked
     columns: list[str] | None = None
     with checked.collecting():
         config = decided(config, config.model.path, config.model.revision)
-    for spec_of in (sources.training_spec, sources.evaluation_spec):
+    for specs_of in (sources.training_specs, sources.evaluation_specs):
         with checked.collecting():
-            spec = spec_of(config.prompts, None)
-            rows = _rows(spec)
-            names = list(chat_text.metadata(rows, spec)) if rows else []
-            if spec_of is sources.training_spec and rows is not None:
-                count = len(rows) if spec.has_source else 1  # the BOS token alone
-                columns = names
+            read = [(spec, _rows(spec)) for spec in specs_of(config.prompts, None)]
+            names = dict.fromkeys(chain.from_iterable(
+                [*chat_text.metadata(rows, spec), *[schema.SOURCE] * bool(spec.mix_name)]
+                for spec, rows in read if rows))
+            if specs_of is sources.training_specs and all(rows is not None for _, rows in read):
+                # without a source, the BOS token alone
+                count = sum(len(rows or ()) if spec.has_source else 1 for spec, rows in read)
+                columns = list(names)
     return count, columns
 
 
@@ -244,7 +247,7 @@ def _rows(spec: sources.Source) -> list[Any] | None:
     if _on_hub(spec.path):
         return None
     rows = chat_text.take_rows(sources.open_rows(spec, []), spec, [],
-                               most=spec.limit if spec.key == "prompts" else None)
+                               most=None if spec.key == "prompts.eval" else spec.limit)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
         chat_text.prompt_texts(chat_text.prompt_cells(rows, spec), rows, spec, None)
     return rows

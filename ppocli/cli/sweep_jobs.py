@@ -50,6 +50,8 @@ class JobRunner:
     def __call__(self, job: SweepJob) -> None:
         """Run a job as a command, and wait for its end; its run folder says what came of it. Its
         output goes to ``N.log``, or without a plugin to this terminal."""
+        if self.launcher == "joblib":  # whose start lets signals through again
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         log = None if self.launcher == BASIC else self.folder / f"{job.number}.log"
         words = job.words.adding(*["resume=auto"] * job.folder.exists()).argv()
         try:
@@ -177,7 +179,7 @@ class StopWatch:
                     self._stop(received.si_signo)
 
         thread = threading.Thread(target=receive, name="ppocli-sweep", daemon=True)
-        # workers inherit the mask: Ctrl-C reaches this process alone
+        # submitit's workers inherit the mask: Ctrl-C reaches this process alone
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             with signal_handlers(dict.fromkeys(signals, self._stop)):

@@ -1,6 +1,5 @@
 """Rules between keys: tables of keys that go together, and what no table can say."""
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -73,14 +72,15 @@ _ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("env.fn", ("tools",), ("env.tools",)))
 # a key, and those that it excludes
 _EXCLUDE = (
-    ("prompts.path", ("prompts.items",)), ("prompts.eval.path", ("prompts.eval.items",)),
+    ("prompts.path", ("prompts.items", "prompts.mix")), ("prompts.mix", ("prompts.items",)),
+    ("prompts.eval.path", ("prompts.eval.items",)),
     # it would cut off the end of the chat template
     ("prompts.length_sampler", ("prompts.chat", "prompts.eval.chat")),
     ("prompts.eval.length_sampler", ("prompts.eval.chat",)),
     ("reward.fn", ("reward.fns",)), ("reward.step_separator", ("reward.step_fn",)),
-    ("env.fn", ("rollout.ahead", "ppo.staleness", "reward.step_separator", "reward.step_fn",
+    ("env.fn", ("ppo.staleness", "reward.step_separator", "reward.step_fn",
                 "generation.length_sampler", "prompts.tools", "prompts.eval.tools")),
-    ("rollout.ahead", ("ppo.staleness",)),
+    ("rollout.ahead", ("ppo.staleness", "rollout.sleep")),
     # which prompts a step takes is known from scores only
     ("ppo.dynamic_sampling", ("rollout.ahead", "ppo.staleness", "ppo.epochs")),
     ("ppo.critic_warmup_steps", ("ppo.value_pretrain_steps",)),
@@ -193,11 +193,9 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield (not has_reward and (env.fn is None or by_tools), "reward.fn",
            "missing; give an import path (reward.fn=my_rewards:score), a built-in's name, or a "
            "config group (reward=...)")
-    for name, entry in reward.fns.items():
+    for name in reward.fns:
         yield (schema.is_own_figure(name) or (name == "env" and env.fn), f"reward.fns.{name}",
                f"reward/{name} is a figure of ppocli's; give this one another name")
-        for text in _fns_entry(entry):
-            yield True, f"reward.fns.{name}", text
     yield (env.fn == "tools" and not env.tools, "env.tools", "env.fn=tools plays these functions, "
            "and there are none: env.tools=[my_tools.py:search]")
     yield (by_tools and not config.prompts.chat, "prompts.chat, env.fn",
@@ -205,24 +203,6 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield (env.on_error == "drop" and reward.on_invalid != "skip",
            "env.on_error, reward.on_invalid",
            "dropped episodes have no score: set reward.on_invalid=skip")
-
-
-def _fns_entry(entry: Any) -> Iterator[str]:
-    if not isinstance(entry, dict) or not isinstance(entry.get("fn"), str):
-        yield (f"{shown(entry)} must be a mapping with fn, an import path or a built-in's name "
-               f"(keys: {', '.join(schema.FNS_KEYS)})")
-        return
-    for name in (name for name in entry if name not in schema.FNS_KEYS):
-        yield (f"unknown key {name}{did_you_mean(str(name), schema.FNS_KEYS)} "
-               f"(allowed: {', '.join(schema.FNS_KEYS)})")
-    if not isinstance(entry.get("kwargs") or {}, dict):
-        yield f"kwargs {shown(entry['kwargs'])} must be a mapping"
-    style, styles = entry.get("style", "auto"), ("auto", *schema.REWARD_STYLES)
-    if style not in styles:
-        yield f"style {shown(style)} must be one of {', '.join(styles)}"
-    weight = entry.get("weight", 1.0)
-    if type(weight) not in (int, float) or not math.isfinite(weight):
-        yield f"weight {shown(weight)} must be a finite number"
 
 
 def _algorithm(config: schema.TrainConfig) -> Rules:
@@ -290,11 +270,11 @@ def _engine(config: schema.TrainConfig) -> Rules:
                f"{cut(url, 80)} must be an address such as http://127.0.0.1:8000")
     yield (rollout.token_env is not None and not secrets.VARIABLE.fullmatch(rollout.token_env),
            "rollout.token_env", "must be the name of an environment variable (not shown)")
-    yield (config.model.quantization, "rollout.engine, model.quantization",
-           "servers take whole weights, no quantized base: use rollout.engine=decode")
+    yield (config.model.quantization and not tasks.allows_gap(config),
+           "ppo.importance.level, model.quantization", "servers sample with the base as it is, not "
+           "quantized, which has to be corrected for: leave ppo.importance.level at token")
     yield (config.ppo.logprobs_from == "decode", "rollout.engine, ppo.logprobs_from",
-           "servers compute no values: set ppo.logprobs_from=auto; for ratios to their logprobs "
-           "there is ppo.old_logprobs=sampler")
+           "servers compute no values: set ppo.logprobs_from=auto, or ppo.old_logprobs=sampler")
 
 
 def _optimizers(config: schema.TrainConfig) -> Rules:

@@ -38,6 +38,9 @@ from ppocli.config.text import (
 from ppocli.errors import CheckpointError, ConfigError
 
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
+_ROWS = (("prompts.path", "prompts.items", "prompts.mix"),
+         ("prompts.eval.path", "prompts.eval.items"))
+"""keys that say where prompts come from, one of which is set"""
 _OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra/sweep", "hydra/launcher")
 """beginnings of Hydra's own settings that have an effect"""
 
@@ -225,11 +228,12 @@ def _apply_precedence(node: DictConfig, typed_keys: set[str]) -> None:
     """Change the values of files and defaults that contradict typed ones: another length of the
     run, larger batches than they are cut from, lengths beyond the longest response, another source
     of prompts. Two typed values stay, and are refused later."""
-    for section in ("prompts", "prompts.eval"):
-        for name, other in (("path", "items"), ("items", "path")):
-            if f"{section}.{name}" in typed_keys and f"{section}.{other}" not in typed_keys \
-                    and OmegaConf.select(node, f"{section}.{name}") is not None:
-                OmegaConf.update(node, f"{section}.{other}", None)
+    for keys_of_rows in _ROWS:
+        if any(key in typed_keys and OmegaConf.select(node, key) not in (None, {})
+               for key in keys_of_rows):
+            for key in keys_of_rows:
+                if key not in typed_keys:
+                    OmegaConf.update(node, key, keys.schema_keys()[key].default, merge=False)
     for section, lengths in LENGTHS.items():
         if any(f"{section}.{name}" in typed_keys and node[section][name] is not None
                for name in lengths):

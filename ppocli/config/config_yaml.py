@@ -14,7 +14,7 @@ import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -42,7 +42,6 @@ _LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollout
            *(f"{name}.{key}" for name in DATA_TASKS
              for key in ("epochs", "num_updates", "mini_batch_size")))
 """keys that displays of a run calculate with"""
-ChangeKind = Literal["harmless", "accepted", "refused"]
 
 
 def schema_node() -> DictConfig:
@@ -209,15 +208,22 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return with_values(config, {
         **{key: _absolute(value, key == "output_dir") for key, value in those("path")
            if isinstance(value, str) and value != MISSING},
-        **{key: keys.joined_paths([_absolute(each, "://" not in each and glob.has_magic(each))
-                              for each in keys.row_paths(value)])
-           for key, value in those("rows") if isinstance(value, str)},
+        **{key: _absolute_rows(value) for key, value in those("rows") if isinstance(value, str)},
         **{key: _absolute_function(value) for key, value in those("code")},
         **{key: _absolute_values(value) for key, value in those("arguments")},
         "reward.fns": {
             name: {**entry, "fn": _absolute_function(entry.get("fn")),
                    "kwargs": _absolute_values(entry.get("kwargs") or {})}
-            if isinstance(entry, dict) else entry for name, entry in config.reward.fns.items()}})
+            if isinstance(entry, dict) else entry for name, entry in config.reward.fns.items()},
+        "prompts.mix": {
+            name: {**entry, "path": _absolute_rows(entry["path"])}
+            if isinstance(entry, dict) and entry.get("path") else entry
+            for name, entry in config.prompts.mix.items()}})
+
+
+def _absolute_rows(value: str | list[str]) -> str:
+    return keys.joined_paths([_absolute(each, "://" not in each and glob.has_magic(each))
+                              for path in keys.several(value) for each in keys.row_paths(path)])
 
 
 def _absolute(value: str, always: bool = False) -> str:
@@ -286,25 +292,6 @@ _YAML_WORDS = frozenset({"null", "true", "false", "inf", "nan", "none", "yes", "
 
 # where the run lies and how it was started: not part of what it computes
 _PLACE = frozenset({"run_name", "output_dir", "resume"})
-
-_HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
-_REFUSED_SECTIONS = ("prompts.", "data.", "task.", "ppo.ptx.data.")
-"""sections in which a change would give saved state another meaning"""
-
-
-def classify_change(key: str) -> ChangeKind:
-    """The effect of a change of ``key`` on a run that resumes from a checkpoint.
-
-    ``refused``: the saved weights, optimizer state, prompt cursor or random streams would no
-    longer fit, or the best-so-far score would be compared with another task's. ``harmless``: the
-    steps already planned have the same result. ``accepted``: training goes on differently from
-    here, as the user asked.
-    """
-    schema_key = keys.key_for(key)
-    policy = schema_key and schema_key.metadata["on_resume"]
-    if policy == "harmless" or key.startswith(_HARMLESS_SECTIONS):
-        return "harmless"
-    return "refused" if policy == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
 
 
 def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, Any, Any]]:

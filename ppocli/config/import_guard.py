@@ -27,7 +27,8 @@ ENTRY_POINTS = "ppocli.rewards"
 TRUST = "--trust"
 """the option that allows the code that somebody else's run names"""
 EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
-          "starlette": "serve", "uvicorn": "serve", **{name: name for name in TRACKERS}}
+          "starlette": "serve", "uvicorn": "serve",
+          **{name: name for name in (*TRACKERS, "openenv")}}
 """name to import -> extra"""
 LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "ray"}
 """option of hydra/launcher -> extra"""

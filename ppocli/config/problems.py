@@ -8,13 +8,15 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any, Self
 
 from omegaconf import MISSING
+from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.config import schema
-from ppocli.config.checks import rules
+from ppocli.config.checks import Rules, rules
 from ppocli.config.keys import (
     Key,
     free_mapping_of,
@@ -23,6 +25,7 @@ from ppocli.config.keys import (
     schema_sections,
     why_unknown,
 )
+from ppocli.config.tasks import task_name
 from ppocli.config.text import did_you_mean, shown
 from ppocli.errors import ConfigError
 
@@ -97,7 +100,7 @@ def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None 
     sources = sources or {}
     problems = range_problems(config, sources)
     bad = {problem.key for problem in problems}
-    for broken, keys, text in rules(config, handed_in):
+    for broken, keys, text in chain(rules(config, handed_in), _entries(config)):
         names = keys.split(", ")
         # a value that is wrong in itself is not also reported as a contradiction
         if broken and not bad.intersection(names):
@@ -143,3 +146,66 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
         return item in metadata["choices"] or (metadata["import_path"] and is_import_path(item))
     return all(test(item, metadata[test.__name__]) for test in (gt, ge, lt, le)
                if metadata[test.__name__] is not None)
+
+
+# Entries of free mappings -------------------------------------------------------------------------
+
+def _entries(config: schema.TrainConfig) -> Rules:
+    """Rules on the entries of ``reward.fns`` and ``prompts.mix``, where a task reads them."""
+    for key, entries, problems_of, readers in (
+            ("reward.fns", config.reward.fns, _fns_entry, ("ppo",)),
+            ("prompts.mix", config.prompts.mix, _mix_entry, ("ppo", "own"))):
+        for name, entry in entries.items() if task_name(config) in readers else ():
+            for text in problems_of(entry):
+                yield True, f"{key}.{name}", text
+
+
+def _fns_entry(entry: Any) -> Iterator[str]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("fn"), str):
+        yield (f"{shown(entry)} must be a mapping with fn, an import path or a built-in's name "
+               f"(keys: {', '.join(schema.FNS_KEYS)})")
+        return
+    for name in (name for name in entry if name not in schema.FNS_KEYS):
+        yield (f"unknown key {name}{did_you_mean(str(name), schema.FNS_KEYS)} "
+               f"(allowed: {', '.join(schema.FNS_KEYS)})")
+    if not isinstance(entry.get("kwargs") or {}, dict):
+        yield f"kwargs {shown(entry['kwargs'])} must be a mapping"
+    style, styles = entry.get("style", "auto"), ("auto", *schema.REWARD_STYLES)
+    if style not in styles:
+        yield f"style {shown(style)} must be one of {', '.join(styles)}"
+    weight = entry.get("weight", 1.0)
+    if type(weight) not in (int, float) or not math.isfinite(weight):
+        yield f"weight {shown(weight)} must be a finite number"
+
+
+def _mix_entry(entry: Any) -> Iterator[str]:
+    if not isinstance(entry, dict) or not entry.get("path"):
+        yield (f"{shown(entry)} must be a mapping with path: a file, folder, task or Hub data set "
+               f"(keys: {', '.join(schema.MIX_KEYS)})")
+        return
+    for name, value in entry.items():
+        key = schema_keys().get(f"prompts.{name}")
+        if name == "weight":
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                yield f"weight {shown(value)} must be a number above 0"
+        elif name not in schema.MIX_KEYS or key is None:
+            yield (f"unknown key {name}{did_you_mean(str(name), schema.MIX_KEYS)} "
+                   f"(allowed: {', '.join(schema.MIX_KEYS)})")
+        elif key.kind == "mapping":
+            if not isinstance(value, dict | None):
+                yield f"{name} {shown(value)} must be a mapping"
+        else:
+            yield from _source_value(key, name, value)
+
+
+def _source_value(key: Key, name: str, value: Any) -> Iterator[str]:
+    try:
+        converted = key.converted(value)
+        if key.kind == "list" and not isinstance(value, list | None):
+            raise ValueError
+    except (OmegaConfBaseException, ValueError):
+        yield f"{name} {shown(value)} must be {key.expected}"
+        return
+    yield from (f"{name} {text}" for text in _range_problems(key, converted))
+    if name == "template" and "{" not in (value or "{"):
+        yield f"template {shown(value)} has no placeholder such as {{prompt}}"

@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.config import config_yaml, schema, tasks
+from ppocli.config.keys import key_for
 from ppocli.config.text import pasted, shown
 from ppocli.errors import CheckpointError
 
@@ -24,8 +26,28 @@ SETTLED = ("model.chat_template_date", "prompts.chat")
 """keys that a run whose configuration leaves them open settles at its first start"""
 RUN_FILE = "run.json"
 """identity of a run, who started it, what it was last started with, and what a resume changed"""
+ChangeKind = Literal["harmless", "accepted", "refused"]
 KEPT, BEFORE = "config", "config_before"
 """texts of config.yaml in it: as it has to be; as it still is if a kill came between the files"""
+
+_HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
+_REFUSED_SECTIONS = ("prompts.", "data.", "task.", "ppo.ptx.data.")
+"""sections in which a change would give saved state another meaning"""
+
+
+def classify_change(key: str) -> ChangeKind:
+    """The effect of a change of ``key`` on a run that resumes from a checkpoint.
+
+    ``refused``: the saved weights, optimizer state, prompt cursor or random streams would no
+    longer fit, or the best-so-far score would be compared with another task's. ``harmless``: the
+    steps already planned have the same result. ``accepted``: training goes on differently from
+    here, as the user asked.
+    """
+    schema_key = key_for(key)
+    policy = schema_key and schema_key.metadata["on_resume"]
+    if policy == "harmless" or key.startswith(_HARMLESS_SECTIONS):
+        return "harmless"
+    return "refused" if policy == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
 
 
 def kept_texts(run_dir: Path) -> list[str]:
@@ -70,7 +92,7 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> schema.TrainConfi
 
 def change_line(key: str, before: object, after: object) -> str:
     """``changed on resume: KEY: BEFORE -> AFTER``, and whether the run differs from here on."""
-    differs = config_yaml.classify_change(key) != "harmless"
+    differs = classify_change(key) != "harmless"
     return (f"changed on resume: {key}: {shown(before)} -> {shown(after)}"
             + " (from here on the run differs)" * differs)
 

@@ -118,7 +118,7 @@ FNS_KEYS = ("fn", "kwargs", "weight", "style")
 
 def is_own_figure(name: str) -> bool:
     """Whether ``reward/NAME`` is a figure of all rewards together."""
-    return name in ("mean", "std", "invalid") or name.startswith("penalty/")
+    return name in ("mean", "std", "invalid") or name.startswith(("penalty/", "mean/"))
 
 
 @dataclass
@@ -221,6 +221,12 @@ class EvalPromptsConfig:
     """which end of a long prompt is cut"""
 
 
+MIX_KEYS = ("path", "weight", "kwargs", "name", "split", "column", "columns", "limit", "template")
+"""keys of an entry of ``prompts.mix``"""
+SOURCE = "source"
+"""metadata column with the name of a prompt's source in a mix"""
+
+
 @dataclass
 class PromptsConfig:
     path: Any = key(None, each=str, holds="rows")
@@ -238,6 +244,9 @@ class PromptsConfig:
     """metadata columns handed to the reward by name (default: all others)"""
     items: Optional[list[Any]] = key(None)
     """prompts given inline: texts, or mappings with a 'prompt' key and metadata"""
+    mix: dict[str, Any] = key({})
+    """in place of path, several sources, each by a name: path, its weight (1) and, where they
+    differ from those of prompts, kwargs, name, split, column, columns, limit and template"""
     limit: Optional[int] = key(None, ge=1)
     """use only the first n prompts"""
     first_words: Optional[int] = key(None, ge=1)

@@ -34,6 +34,9 @@ class RolloutConfig:
     ahead: int = key(0, ge=0, le=1)
     """1: servers sample for the next step while this one is trained on, with weights from before
     it"""
+    sleep: bool = key(False)
+    """servers give back their GPU's memory while the policy trains on the same GPU, and take it for
+    rollouts again"""
     launch: bool = key(False)
     """start the servers of rollout.urls beside the run, and end them with it"""
     python: Optional[str] = key(None, holds="path")
@@ -44,7 +47,8 @@ class RolloutConfig:
 class EnvConfig:
     fn: Optional[str] = key(None, holds="code")
     """import path of a class whose objects answer the policy turn by turn (reset, step),
-    'guess_number', 'calculator', or 'tools' for the functions of env.tools"""
+    'guess_number', 'calculator', 'openenv' for a server of OpenEnv, or 'tools' for the functions of
+    env.tools"""
     kwargs: dict[str, Any] = key({}, holds="arguments")
     """arguments of that class"""
     adapter: Optional[str] = key(None, choices=("trl", "openrlhf"))

@@ -31,7 +31,7 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
             (:func:`ppocli.config.keys.row_paths`), the import path of code of the user's own,
             or its arguments.
         on_resume: what a change means to a run that goes on
-            (:func:`ppocli.config.config_yaml.classify_change`), unless its section says it.
+            (:func:`ppocli.config.resume_policy.classify_change`), unless its section says it.
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "lt": lt, "each": each,
                 "import_path": import_path, "holds": holds, "on_resume": on_resume}
@@ -139,7 +139,10 @@ class ImportanceConfig:
 class ExamplesConfig:
     path: Any = key(None, each=str, holds="rows")
     """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
-    folder, also one saved by `datasets`, or a Hub data set; its columns say what it holds"""
+    folder, also one saved by `datasets`, a Hub data set, or a task: reasoning_gym:NAME; its columns
+    say what it holds"""
+    kwargs: dict[str, Any] = key({}, holds="arguments")
+    """arguments of the task: size, seed (default 0), and those of its difficulty"""
     name: Optional[str] = key(None)
     """configuration of a data set on the Hub, or of a folder"""
     split: str = key("train")

@@ -196,6 +196,12 @@ def corrects(config: schema.TrainConfig) -> bool:
     return importance_level(config) is not None or bool(config.ppo.importance.reject)
 
 
+def allows_gap(config: schema.TrainConfig) -> bool:
+    """Whether samples may come from another policy than the trained one: weights correct for that,
+    or ratios are to the policy that sampled."""
+    return corrects(config) or config.ppo.old_logprobs == "sampler"
+
+
 def exact_when_decoded(config: schema.TrainConfig) -> bool:
     """Whether decoding and a forward pass give a token the same logprob, up to the last digits of
     fp32."""

@@ -6,6 +6,7 @@ The prompts of a step depend on its position alone, so that a position is all th
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
@@ -130,9 +131,26 @@ class PromptSet:
     unless others are configured; empty if the prompts are the BOS token alone"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
     """n prompts as conversations, if the chat template rendered them; else empty"""
+    mix: tuple[tuple[int, float], ...] = ()
+    """size and weight of each source of a mix, whose prompts follow one another; else empty"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def indices(self, start: int, count: int, *, seed: int, shuffle: bool) -> list[int]:
+        """Indices of the prompts at positions ``start`` to ``start + count - 1`` of the endless
+        order: that of :func:`prompt_indices`, or with a mix of :func:`source_counts`, in which each
+        source goes through its own prompts by the former."""
+        if not self.mix:
+            return prompt_indices(start, count, n=len(self), seed=seed, shuffle=shuffle)
+        sizes, weights = zip(*self.mix, strict=True)
+        indices, offset = np.zeros(count, np.int64), 0
+        for size, counts in zip(sizes, source_counts(start, count, weights), strict=True):
+            first, end = int(counts[0]), int(counts[-1])
+            indices[np.diff(counts) > 0] = np.array(prompt_indices(
+                first, end - first, n=size, seed=seed, shuffle=shuffle), np.int64) + offset
+            offset += size
+        return [int(index) for index in indices]
 
     def batch(self, indices: Sequence[int], episodes: Sequence[int], pad_id: int) -> PromptBatch:
         """B prompts, left-padded to the longest of them.
@@ -196,7 +214,27 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
     return indices
 
 
-@lru_cache(2)
+def source_counts(start: int, count: int, weights: Sequence[float]
+                  ) -> list[npt.NDArray[np.int64]]:
+    """How many prompts of each source of a mix lie before the positions ``start`` to ``start +
+    count``: K arrays [count + 1], which grow by 1 behind a position of that source.
+
+    They are a function of position and weights alone. The heaviest source has its share of all
+    positions, rounded; the next one its share of what is left, and so on. Before any position,
+    each of two sources is at most half a prompt away from its exact share, and of three less than
+    one.
+    """
+    counts, rest = [np.zeros(0, np.int64)] * len(weights), np.arange(start, start + count + 1)
+    left = list(weights)
+    for source in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        share = weights[source] / math.fsum(left)
+        left[source] = 0.0
+        counts[source] = np.floor(rest * share + 0.5).astype(np.int64)
+        rest = rest - counts[source]
+    return counts
+
+
+@lru_cache(8)
 def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """The permutation of an epoch; cached, since each of many steps takes a part of it."""
     return np.random.default_rng([seed, epoch]).permutation(n)

@@ -108,7 +108,8 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
                           fix=f"{path_key}=FILE, a folder or a data set on the Hub")
     items = as_list(items, "Examples", "data.items")
     source = Source(key="data", noun="data", path=None if items is not None else str(path),
-                    path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
+                    path_key=path_key, items=items, column="text", kwargs=cfg.kwargs,
+                    name=cfg.name, split=cfg.split,
                     split_is_set=cfg.split != "train", template=cfg.template, chat=cfg.chat,
                     limit=cfg.limit if path_key == "data.path" else None)
     result = Read()

@@ -1,16 +1,17 @@
 """The prompts of a run, loaded and tokenised once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from ppocli.config.schema import PromptsConfig
+from ppocli.config.schema import SOURCE, PromptsConfig
 from ppocli.data import chat_text
-from ppocli.data.data_set import PromptSet
+from ppocli.data.data_set import PromptSet, joined, source_counts
 from ppocli.data.files import Row
-from ppocli.data.sources import Source, evaluation_spec, open_rows, training_spec
+from ppocli.data.sources import Source, evaluation_specs, open_rows, training_specs
 from ppocli.errors import InputError
 
 _CHUNK = 4096
@@ -21,10 +22,10 @@ def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_to
                  items: list[Any] | None = None, whole: bool = False) -> PromptSet:
     """The training prompts.
 
-    Rows come from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt: the BOS
-    token alone, with the text "". Blank prompts are dropped, duplicates kept, long prompts cut or,
-    with ``cfg.overlong=drop``, dropped; the notes count them. ``prompt_indices`` applies
-    ``cfg.shuffle``.
+    Rows come from ``cfg.path``, ``cfg.items`` or the sources of ``cfg.mix``; without any, the set
+    is one prompt: the BOS token alone, with the text "". Blank prompts are dropped, duplicates
+    kept, long prompts cut or, with ``cfg.overlong=drop``, dropped; the notes count them.
+    ``PromptSet.indices`` applies ``cfg.shuffle``.
 
     Args:
         seed: of the length sampler.
@@ -37,13 +38,16 @@ def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_to
         InputError: the source is missing, unreadable or empty, a row has no prompt, a column is
             missing, or the tokenizer has no chat template or no token to start from.
     """
-    spec = training_spec(cfg, items)
-    if not spec.has_source:
+    specs, parts = training_specs(cfg, items), list[tuple[Source, PromptSet]]()
+    if not specs[0].has_source:
         return _bos_set(tokenizer, 1)
-    notes: list[str] = []
-    rows = chat_text.take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
-    return _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
-                  notes=notes, num_eval=cfg.eval.limit, whole=whole)
+    for spec in specs:
+        notes: list[str] = []
+        rows = chat_text.take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
+        parts.append((spec, _build(
+            rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens, notes=notes,
+            num_eval=cfg.eval.limit, whole=whole)))
+    return _one_set(parts)
 
 
 def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
@@ -52,7 +56,8 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
     """The evaluation prompts: at most ``cfg.eval.limit``, spread evenly over their source.
 
     The source is ``items``, ``cfg.eval.items``, ``cfg.eval.path``, or another split or
-    configuration of ``cfg.path``; without any, the rows of ``training``. Keys of ``cfg.eval`` that
+    configuration of ``cfg.path``; without any, the rows of ``training``, of each source of a mix as
+    many as its weight says. Keys of ``cfg.eval`` that
     are null take the value in ``cfg``. The result depends on the arguments alone, so it stays the
     same for the whole run and across resumes.
 
@@ -64,18 +69,23 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
     Raises:
         ConfigError, InputError: as :func:`load_prompts`.
     """
-    spec = evaluation_spec(cfg, items)
-    notes: list[str] = []
-    if not spec.has_source and not training.eval_rows:
+    specs, parts = evaluation_specs(cfg, items), list[tuple[Source, PromptSet]]()
+    if not specs[0].has_source and not training.eval_rows:
         return _bos_set(tokenizer, cfg.eval.limit)
-    source = open_rows(spec, notes) if spec.has_source else training.eval_rows
-    # read the whole source: its first rows are often of one kind (imdb is sorted by label)
-    rows = chat_text.take_rows(source, spec, notes)
-    if spec.overlong != "drop":  # else spread the rows that are left
-        rows = _spread(rows, cfg.eval.limit)
-    prompts = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
-                     notes=notes, whole=whole)
-    return prompts.rows(_evenly(len(prompts), cfg.eval.limit))
+    shares = source_counts(cfg.eval.limit, 0, [spec.weight for spec in specs])
+    for spec, [share] in zip(specs, shares, strict=True):
+        if (most := int(share)) == 0:
+            continue
+        notes: list[str] = []
+        source = open_rows(spec, notes) if spec.has_source else training.eval_rows
+        # read the whole source: its first rows are often of one kind (imdb is sorted by label)
+        rows = chat_text.take_rows(source, spec, notes, most=spec.limit if spec.mix_name else None)
+        if spec.overlong != "drop":  # else spread the rows that are left
+            rows = _spread(rows, most)
+        prompts = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
+                         notes=notes, whole=whole)
+        parts.append((spec, prompts.rows(_evenly(len(prompts), most))))
+    return _one_set(parts)
 
 
 # Tokens -------------------------------------------------------------------------------------------
@@ -193,6 +203,12 @@ def _bare_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
 def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = chat_text.metadata(rows, spec)
+    if spec.mix_name:
+        if SOURCE in columns:
+            raise InputError(f"The rows have a column {SOURCE!r}, in which prompts.mix names the "
+                             "source.", where=spec.where, fix="rename it, or leave it out: "
+                             f"{spec.key}.columns=[...]")
+        columns[SOURCE] = [spec.mix_name] * len(rows)
     cells = chat_text.prompt_cells(rows, spec, notes)
     if spec.tools is not None and spec.tools not in chat_text.column_names(rows):
         raise chat_text.no_column(spec.tools, rows[0], f"{spec.key}.tools={spec.tools}")
@@ -222,6 +238,21 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
         columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},
         messages=[cells[i] for i in encoded.kept] if spec.chat else [], notes=tuple(notes),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
+
+
+def _one_set(parts: Sequence[tuple[Source, PromptSet]]) -> PromptSet:
+    """The only set; or the sources of a mix, one after another, with the columns of all of them:
+    None where a source has no such column."""
+    sets = [one for _, one in parts]
+    if not parts[0][0].mix_name:
+        return sets[0]
+    names = dict.fromkeys(name for one in sets for name in one.columns)
+    columns = {name: list(chain.from_iterable(one.columns.get(name, [None] * len(one))
+                                              for one in sets)) for name in names}
+    notes = tuple(f"{spec.mix_name}: {note}" for spec, one in parts for note in one.notes)
+    return replace(joined([replace(one, columns={}) for one in sets]), columns=columns, notes=notes,
+                   eval_rows=(),
+                   mix=tuple((len(one), spec.weight) for spec, one in parts))
 
 
 def _bos_set(tokenizer: Any, n: int) -> PromptSet:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
-from ppocli.config.keys import row_paths
+from ppocli.config.keys import row_paths, schema_keys
 from ppocli.config.text import nearest
 from ppocli.data import gym_tasks
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file, table_rows, without_nulls
@@ -37,6 +37,10 @@ class Source(schema.PromptsConfig):
     """the key that ``path`` comes from; evaluation prompts may inherit it"""
     split_is_set: bool
     """whether the split was set for this source, so that a note says where it has no effect"""
+    mix_name: str = ""
+    """name of this source in ``prompts.mix``; "" for the only one"""
+    weight: float = 1.0
+    """of this source in a mix"""
 
     @property
     def where(self) -> str:
@@ -87,6 +91,37 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Sourc
                   path_key="prompts.path" if section.path is None else "prompts.eval.path",
                   **vars(cfg) | overrides | {"path": path, "kwargs": kwargs, "items": as_list(
                       items, where="prompts.eval.items")})
+
+
+def training_specs(cfg: schema.PromptsConfig, items: list[Any] | None) -> list[Source]:
+    """The sources of the training prompts: those of ``prompts.mix``, or :func:`training_spec`."""
+    return _mixed(cfg, training_spec(cfg, items))
+
+
+def evaluation_specs(cfg: schema.PromptsConfig, items: list[Any] | None) -> list[Source]:
+    """The sources of the evaluation prompts: :func:`evaluation_spec`, or, without a source of its
+    own, those of ``prompts.mix``, whose keys those of ``prompts.eval`` replace."""
+    return _mixed(cfg, evaluation_spec(cfg, items))
+
+
+def _mixed(cfg: schema.PromptsConfig, base: Source) -> list[Source]:
+    if base.has_source or not cfg.mix:
+        return [base]
+    replaced = {} if base.key == "prompts" else {
+        name: value for name, value in vars(cfg.eval).items() if name != "limit" and value}
+    specs, keys = list[Source](), schema_keys()
+    for name, settings in cfg.mix.items():
+        entry = {key: value if key in ("weight", "kwargs") else keys[f"prompts.{key}"].converted(
+            value) for key, value in settings.items() if value is not None}
+        values = {**entry, **replaced, "kwargs": {
+            **cfg.kwargs, **entry.get("kwargs", {}), **replaced.get("kwargs", {})}}
+        specs.append(replace(
+            base, key=f"prompts.mix.{name}", path_key=f"prompts.mix.{name}.path", mix_name=name,
+            split_is_set=base.split_is_set or "split" in entry,
+            limit=entry.get("limit", cfg.limit), weight=float(entry.get("weight", 1)),
+            **{key: value for key, value in values.items() if key in schema.MIX_KEYS
+               and key not in ("limit", "weight")}))
+    return specs
 
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"
@@ -140,7 +175,8 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
         return chain.from_iterable(open_rows(replace(spec, path=path), notes) for path in paths)
     if spec.path.startswith(gym_tasks.PREFIX):
         return gym_tasks.gym_rows(spec.path.removeprefix(gym_tasks.PREFIX), spec.kwargs,
-                                  spec.column, spec.path_key)
+                                  spec.column if spec.noun == "prompt" else "prompt",
+                                  spec.path_key)
     if "://" in spec.path:
         raise InputError(f"{spec.path} is an address, and nothing is downloaded from there.",
                          where=spec.where, fix=f"download it: {spec.path_key}=FILE; or name the "

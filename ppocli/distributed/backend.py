@@ -132,7 +132,7 @@ def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[b
     if not present:
         # transformers imports deepspeed when it saves, which would guess the device and print that
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
+    use_cuda = host_memory.on_cuda(hardware)
     if use_cuda and not present:
         raise ConfigError("No CUDA device was found.", where="hardware.device=cuda",
                           fix="set hardware.device=cpu, or install a torch build with CUDA")

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from ppocli.config.schema import HardwareConfig
+
 ASSUMED_DEVICE = "the given"
 """name of a device whose memory the user typed"""
 
@@ -29,6 +31,15 @@ class Room:
     host: int | None
     name: str
     """what the device is called"""
+    whole_device: int | None = None
+    """bytes of the device, free or not"""
+
+
+def on_cuda(hardware: HardwareConfig) -> bool:
+    """Whether a run with these settings computes on a GPU here."""
+    import torch
+
+    return hardware.device == "cuda" or (hardware.device == "auto" and torch.cuda.is_available())
 
 
 def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
@@ -44,8 +55,8 @@ def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
     import torch
 
     module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    return Room(int(free), host, module.get_device_name(device))
+    free, whole = module.mem_get_info(device)
+    return Room(int(free), host, module.get_device_name(device), int(whole))
 
 
 def host_room(root: Path = Path("/")) -> int | None:

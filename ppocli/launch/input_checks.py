@@ -67,7 +67,7 @@ def named_code(cfg: schema.TrainConfig) -> list[CodeSetting]:
 
 def _check_first_prompts(cfg: schema.PromptsConfig) -> None:
     """The first prompt of each local source has a text in the column that is asked for."""
-    for spec in (sources.training_spec(cfg, None), sources.evaluation_spec(cfg, None)):
+    for spec in (*sources.training_specs(cfg, None), *sources.evaluation_specs(cfg, None)):
         if spec.items is not None or (spec.path is not None and not spec.path.startswith("<")
                                       and not sources.names_hub_dataset(spec.path)):
             chat_text.take_rows(sources.open_rows(spec, []), spec, [], most=1)
@@ -137,7 +137,9 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
 def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
     sets = {"prompts.path": cfg.prompts.path, "prompts.eval.path": cfg.prompts.eval.path,
             "ppo.ptx.data.path": cfg.ppo.ptx.data.path, "data.path": cfg.data.path,
-            "data.val": tasks.val_source(cfg.data)}
+            "data.val": tasks.val_source(cfg.data), **{
+                f"prompts.mix.{name}.path": entry["path"] for name, entry in cfg.prompts.mix.items()
+                if isinstance(entry, dict) and isinstance(entry.get("path"), str)}}
     for key, path in ((key, path) for key, value in sets.items() if value is not None
                       for path in row_paths(value)):
         if path.startswith("<") or not sources.names_hub_dataset(path):

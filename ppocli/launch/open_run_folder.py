@@ -238,7 +238,7 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
     _ask_for_objects(config, objects, run_dir)
     changes = config_yaml.config_differences(old, config)
     refused = [f"{key}: {shown(before)} -> {shown(after)}" for key, before, after in changes
-               if config_yaml.classify_change(key) == "refused"]
+               if resume_policy.classify_change(key) == "refused"]
     if refused:
         raise CheckpointError(
             "\n".join(["these settings can't change when a run is resumed:",

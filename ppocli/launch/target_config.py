@@ -82,8 +82,8 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         for needed, what, keys, fix in (
                 (needs_reward, "reward", ("reward.fn", "env.fn"), "--reward module:function, or a "
                  "built-in such as --reward length (arguments: reward.kwargs.NAME=VALUE)"),
-                (needs_prompts, "prompts", ("prompts.path", "prompts.items", "prompts.eval.path",
-                                            "prompts.eval.items"),
+                (needs_prompts, "prompts", ("prompts.path", "prompts.items", "prompts.mix",
+                                            "prompts.eval.path", "prompts.eval.items"),
                  "--prompts FILE, a folder or a Hub data set (column: prompts.column=NAME)")):
             if needed and not any(name.startswith(keys) for name in typed_keys):
                 raise ConfigError(f"{target.name} is a model and brings no {what} of its own.",

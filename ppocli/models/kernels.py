@@ -80,7 +80,8 @@ def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if (dtype.itemsize != 2 or depth % 8 or depth > 256
             or value.shape[-1] != depth or (varlen := _varlen(query.device.index)) is None):
         return None
-    heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+    # not by an index, whose gradient would be copied into zeros
+    heads = (one.squeeze(0).transpose(0, 1).to(dtype) for one in (query, key, value))
     longest = max(packing.width, layout.MULTIPLE)
     out: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
                                scale=scaling, window_size=(-1, 0))
@@ -161,11 +162,11 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
 
 
 def use_kernels(lm: Any) -> None:
-    """Make a model that has just been loaded take this project's attention, and activations in one
-    pass where it would make them out of several."""
+    """Make a model that has just been loaded take this project's attention, and activations and
+    norms in one pass where it would make them out of several."""
     if not trunk.has_encoder(lm):
         transformers_internals.replace_sdpa(lm, NAME, attention)
-    transformers_internals.fuse_activations(lm)
+    transformers_internals.fuse_layers(lm)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ probabilities where the kernel keeps them. With gradient checkpointing a layer k
 """
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -50,6 +51,8 @@ QUANTIZED = {"8bit": 1, "4bit": 0.52}
 half a byte, with 8 bits of scale for 64 numbers and 32 for 64 * 256"""
 STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0, "sgd": 0}
 """bytes of optimizer state per trained number; without Adafactor's sums of rows and columns"""
+VLLM_SHARE = 0.92
+"""of a GPU's memory that a vLLM server takes, unless told otherwise"""
 NORMS = 1.15
 """activations relative to the inputs and outputs of linear layers"""
 
@@ -179,7 +182,8 @@ def models_of(cfg: schema.TrainConfig, config: Any = None) -> Models:
 # The arithmetic -----------------------------------------------------------------------------------
 
 def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool, ranks: int,
-             ranks_on_host: int, new_tokens: int | None = None) -> Estimate:
+             ranks_on_host: int, new_tokens: int | None = None, device_bytes: int | None = None
+             ) -> Estimate:
     """What a run of ``cfg`` takes at its fullest, without its rewards.
 
     Args:
@@ -188,6 +192,8 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
         cuda: whether GPUs compute.
         new_tokens: of the longest response; in an example the tokens that the loss counts, the
             prompt being those before them (default: ``generation.max_new_tokens``).
+        device_bytes: of the whole GPU, if that is known: a share of it is a server's that the run
+            starts on it.
 
     Raises:
         ConfigError: DeepSpeed's file can't be read.
@@ -197,6 +203,8 @@ def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cud
     new = tasks.longest_rollout(cfg) if new_tokens is None else new_tokens
     rows, stage = pass_rows(cfg, prompt_tokens + new, ranks), cfg.hardware.zero_stage
     weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
+    if cfg.rollout.launch and cuda and device_bytes is not None:
+        weights.append(_server_line(cfg, models.lm, device_bytes))
     passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda))
     certain = max(sum(line.rollout for line in weights), sum(line.update for line in weights))
     lines = weights + passes
@@ -316,6 +324,18 @@ def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Par
         yield line("DDP's buckets", gradients)
 
 
+def _server_line(cfg: schema.TrainConfig, lm: Any, device_bytes: int) -> Line:
+    """What a vLLM server takes. One that sleeps gives all of it back; where an adapter is sent, its
+    weights stay in host memory."""
+    typed = re.search(r"--gpu[-_]memory[-_]utilization[ =]([\d.]+)",
+                      " ".join(cfg.rollout.server_args))
+    share = int(device_bytes * (float(typed[1]) if typed else VLLM_SHARE))
+    sleeps, base = cfg.rollout.sleep, DTYPES[cfg.hardware.precision].itemsize * _count(
+        lm.parameters())
+    return Line("vLLM server", share, 0 if sleeps else share,
+                base if sleeps and cfg.model.peft else 0)
+
+
 def _activations(cfg: schema.TrainConfig, models: Models, prompt: int, new: int) -> int:
     """Bytes of one sample that all layers keep for the backward pass."""
     config, number, kept = models.lm.config, DTYPES[cfg.hardware.precision].itemsize, 0
@@ -360,11 +380,13 @@ def _pass_lines(cfg: schema.TrainConfig, models: Models, rows: Rows, prompt: int
     depth = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or (
         text.hidden_size // heads)
     keys = min(prompt + new, getattr(text, "sliding_window", None) or 2**31)
-    cache = rows.decoded * 2 * text.num_hidden_layers * keys * depth * number * (
+    decodes = cfg.rollout.engine != "vllm"
+    cache = decodes * rows.decoded * 2 * text.num_hidden_layers * keys * depth * number * (
         getattr(text, "num_key_value_heads", None) or heads)
     yield Line("keys and values (KV cache)", cache)
     scoring = min(rows.update, rows.decoded) * one + chunk - cache
-    yield Line("working memory of rollouts", max(rows.decoded * 16 * head.shape[0], scoring))
+    yield Line("working memory of rollouts",
+               max(decodes * rows.decoded * 16 * head.shape[0], scoring))
     if cfg.model.num_layers_unfrozen >= 0 and tasks.task_name(cfg) not in tasks.DATA_TASKS:
         states = min(cfg.ppo.num_rollouts * (prompt + new) * 4 * width,
                      cfg.hardware.frozen_states_mib * 2**20)

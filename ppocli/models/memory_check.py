@@ -39,16 +39,17 @@ def check_memory(cfg: schema.TrainConfig, lm_config: Any, *, prompt_tokens: int,
     if cfg.hardware.memory_check == "off":
         return
     cuda = device.type != "cpu"
+    room = room_here(cuda=cuda, device=device if cuda else None)
     try:
         needed = estimate(cfg, models_of(cfg, lm_config), prompt_tokens=prompt_tokens, cuda=cuda,
                           ranks=ranks, ranks_on_host=ranks_on_host,
-                          new_tokens=new_tokens)
+                          new_tokens=new_tokens, device_bytes=room.whole_device)
     except Exception as error:  # such a model may train all the same, and its loader says more
         if warn:
             log.info("The memory of this run can't be estimated: %s",
                      error.what if isinstance(error, PpocliError) else first_line(error))
         return
-    refuse_or_warn(cfg, needed, room_here(cuda=cuda, device=device if cuda else None), warn=warn)
+    refuse_or_warn(cfg, needed, room, warn=warn)
     if warn:
         check_disk(cfg, needed)
 

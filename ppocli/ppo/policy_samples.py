@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ppocli.data.data_set import PromptBatch, prompt_indices, rows_of
+from ppocli.config.schema import SOURCE
+from ppocli.data.data_set import PromptBatch, rows_of
 from ppocli.distributed.backend import without_autocast_cache
 from ppocli.distributed.ranks import Ranks, interleave
 from ppocli.errors import ConfigError, DivergedError
@@ -67,8 +68,8 @@ def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBa
     count, as of :meth:`~ppocli.distributed.ranks.Ranks.share`. Each prompt comes ``ppo.n`` times in
     a row; the order is a function of the seed and the position alone."""
     n, first, stop = session.cfg.ppo.n, start // session.cfg.ppo.n, start + count
-    indices = prompt_indices(first, -(-stop // n) - first, n=len(session.prompts),
-                             seed=session.cfg.seed, shuffle=session.cfg.prompts.shuffle)
+    indices = session.prompts.indices(first, -(-stop // n) - first, seed=session.cfg.seed,
+                                      shuffle=session.cfg.prompts.shuffle)
     episodes, num_local = session.backend.ranks.share(range(start, stop))
     places = np.array(indices)[np.array(episodes, dtype=int) // n - first].tolist()
     return session.prompts.batch(places, episodes, session.tokenizer.pad_token_id), num_local
@@ -328,7 +329,8 @@ def evaluate_chunks(session: EvalSession, context: StepContext, policy: Policy
         rows = step_metrics.sample_rows(
             {"prompt": chunk.prompts.texts, "response": chunk.responses, "score": shown, "kl": kl,
              "response_tokens": chunk.samples.mask.sum(1).tolist(),
-             "finished": chunk.samples.finished.tolist()},
+             "finished": chunk.samples.finished.tolist(),
+             **step_metrics.source_column(chunk.prompts.columns, session.cfg)},
             {"rewards": scores.parts, "metrics": metrics}, scores.logs,
             chunk.samples.episodes or ())
         yield interleave(ranks.gather(rows))
@@ -368,6 +370,9 @@ def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] =
         "response_tokens_mean": step_metrics.mean([s["response_tokens"] for s in samples]),
         "finished_share": step_metrics.mean([float(s["finished"]) for s in samples]),
         **{f"distinct_{n}": distinct(texts, n) for n in grams}}
+    if samples and SOURCE in samples[0]:
+        values |= step_metrics.means_of([{"by": {s[SOURCE]: s["score"]}} for s in samples], "by",
+                                        "reward_mean")
     values |= step_metrics.means_of(samples, "logged")
     if samples and "turns" in samples[0]:
         values["turns_mean"] = step_metrics.mean([float(len(s["turns"])) for s in samples])

@@ -11,7 +11,7 @@ numbers are those of its number, stale or not.
 
 With ``rollout.ahead`` servers sample for the next step with the weights from before this one, while
 it is trained on: as with ``ppo.staleness=1``, but for the first step after a start or a resume, for
-which what was under way is sampled anew.
+which what was under way is sampled anew. Episodes are played meanwhile, in a thread.
 """
 
 import logging
@@ -58,7 +58,9 @@ def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, 
         parts.append(_gathered(session, samples.rows(slice(num_local)), until - first))
     waiting = Samples.joined(parts)
     context.clock.mark("rollout")
-    rollout = collect_rollout(session, context, episodes.start, count, waiting.rows(slice(count)))
+    local = share_of_prompts(session, episodes.start, count)[0].episodes
+    rollout = collect_rollout(session, context, episodes.start, count,
+                              waiting.rows(torch.tensor(local) - episodes.start))
     return replace(rollout, extras=replace(
         rollout.extras, waiting=_tensors_of(waiting.rows(slice(count, None)))))
 
@@ -102,8 +104,6 @@ class Ahead:
     """their numbers"""
     begun: BegunSamples
     """this rank's"""
-    num_local: int
-    """how many of these count"""
 
 
 def collect_ahead(session: Session, context: StepContext, before: Ahead | None, episodes: range,
@@ -121,20 +121,19 @@ def collect_ahead(session: Session, context: StepContext, before: Ahead | None, 
     if before is None or before.episodes != episodes:
         before = _begin(session, episodes)
     begun = before.begun
-    share = session.backend.ranks.all_do(
+    samples = session.backend.ranks.all_do(
         lambda: begun.take(slice(None), context.stop.check), "rollout")
-    samples = _gathered(session, share.rows(slice(before.num_local)), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
     context.clock.mark("rollout")
     return collect_rollout(session, context, episodes.start, len(episodes), samples), after
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
-    prompts, num_local = share_of_prompts(session, episodes.start, len(episodes))
+    prompts, _ = share_of_prompts(session, episodes.start, len(episodes))
     sampler = cast(AheadSampler, session.sampler)  # rollout.ahead needs such an engine
     with session.sampler.acting(session.policy):
         begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)
-    return Ahead(episodes, begun, num_local)
+    return Ahead(episodes, begun)
 
 
 def collect_differing(session: Session, context: StepContext, start: int, count: int) -> Rollout:

@@ -216,7 +216,7 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     keys, prompts = cfg.prompts, data_set.PromptSet([], [], {}, ())
     how: Any = {"seed": cfg.seed, "max_prompt_tokens": max_prompt_tokens(cfg, lm),
                 "whole": has_encoder(lm)}
-    if training or not sources.evaluation_spec(keys, objects.eval_prompts).has_source:
+    if training or not sources.evaluation_specs(keys, objects.eval_prompts)[0].has_source:
         prompts = prompt_set.load_prompts(keys, tokenizer, items=objects.prompts, **how)
     eval_prompts = prompt_set.load_eval_prompts(keys, tokenizer, training=prompts,
                                                 items=objects.eval_prompts, **how)

@@ -30,15 +30,13 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
     of their episodes, the same on all ranks.
 
     Args:
-        samples: [B] of an earlier policy, in place of the present one's.
+        samples: [b] this rank's, of an earlier policy, in place of the present one's.
 
     Raises:
         ConfigError: ratios to the sampler's logprobs are needed, and it computes none.
     """
     clock, spec, pending = context.clock, session.sampling, None
     prompts, num_local = policy_samples.share_of_prompts(session, start, count)  # [b, Q]
-    if samples is not None:
-        samples = samples.rows(torch.tensor(prompts.episodes) - start)
     chunks = list[tuple[rollout.Chunk, policy_samples.PendingScores]]()
     forward = samples is not None or not session.from_decode
     with session.sampler.acting(session.policy) as policy:

@@ -116,6 +116,10 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
                     "rollout/uniform_groups": float(extras.uniform_groups)}
     if extras.episodes:
         figures |= episode_figures(extras.episodes)
+    if cfg.prompts.mix:
+        figures |= means_of([{"by": {source: score}} for source, score in zip(
+            rollout.prompts.columns[schema.SOURCE], rollout.shown_scores, strict=True)],
+            "by", "reward/mean")
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
@@ -227,6 +231,14 @@ def sample_rows(columns: Mapping[str, Sequence[Any]],
     return rows
 
 
+def source_column(columns: Mapping[str, list[Any]], cfg: schema.TrainConfig
+                  ) -> dict[str, list[Any]]:
+    """The sources of prompts of a mix, as a column of samples.jsonl; without a mix none, and of
+    evaluation prompts that don't come from it those that they name."""
+    return {schema.SOURCE: columns[schema.SOURCE]} if (
+        cfg.prompts.mix and schema.SOURCE in columns) else {}
+
+
 def episode_row(episode: Episode) -> dict[str, Any]:
     """What a row of samples.jsonl says of an episode."""
     return {"turns": turn_rows(episode), "ended": episode.ended,
@@ -242,7 +254,8 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
          "prompt": rollout.prompts.texts, "response": rollout.responses,
          "score": rollout.shown_scores,
          "kl": rollout.k1.sum(1).tolist() if rollout.has_reference else [None] * count,
-         "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
+         "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist(),
+         **source_column(rollout.prompts.columns, cfg)},
         {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
          "penalties": {name: [None if math.isnan(amount) else amount for amount in column.tolist()]
                        for name, column in penalties_of(rollout, cfg).items()}},

@@ -15,7 +15,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import config_yaml, schema, secrets, tasks
 from ppocli.config.text import clean, figure
 from ppocli.runs import atomic, hub, model_files
-from ppocli.runs.listing import last_part, source_names
+from ppocli.runs.listing import data_name, last_part, source_names
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, read_run
 from ppocli.runs.run_folder import RunFolder
 from ppocli.runs.target import Target
@@ -161,9 +161,7 @@ def write_card(folder: Path, cfg: schema.TrainConfig, summary: dict[str, Any]) -
 def _training(config: schema.TrainConfig) -> dict[str, Any]:
     """What a model was trained from and on, in words."""
     kind = tasks.task_name(config)
-    source = config.data if kind in tasks.DATA_TASKS else config.prompts
-    data = "given inline" if source.path in (None, config_yaml.PYTHON_OBJECT) else \
-        last_part(str(source.path))
+    data = data_name(config)
     judged = last_part(config.prompts.eval.path or f"prompts of {data}")
     if kind in tasks.DATA_TASKS:
         share = tasks.val_share(config.data)

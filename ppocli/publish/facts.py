@@ -22,7 +22,7 @@ from ppocli.publish.curves import curves_of, run_labels
 from ppocli.runs import atomic, retention, run_folder
 from ppocli.runs.environment import ENV_FILE
 from ppocli.runs.episode import transcript_turns
-from ppocli.runs.listing import source_names
+from ppocli.runs.listing import data_name, source_names
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, sample_text
 from ppocli.version import __version__
 
@@ -116,7 +116,7 @@ def _inputs(config: schema.TrainConfig, task: str) -> dict[str, str]:
     model = config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
     if task not in tasks.DATA_TASKS:
         return {"model": model, "reward": source_names(config),
-                "prompts": config.prompts.path or "given inline"}
+                "prompts": config.prompts.path or data_name(config)}
     data, share = config.data, tasks.val_share(config.data)
     return {"model": model, "data": str(data.path),
             "held back": str(data.val or "none") if share is None else f"{share:g} of the rows"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import schema, tasks
+from ppocli.config import config_yaml, schema, tasks
 from ppocli.config.text import Say
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs import atomic, environment, model_files, retention, run_folder
@@ -94,6 +94,14 @@ def source_names(config: schema.TrainConfig) -> str:
     if tasks.task_name(config) in tasks.DATA_TASKS:
         return last_part(config.data.path or "?")
     return " + ".join(config.reward.fns) or last_part(config.reward.fn or config.env.fn or "?")
+
+
+def data_name(config: schema.TrainConfig) -> str:
+    """The data or prompts of a run, in words."""
+    if config.prompts.mix:
+        return "a mix of " + ", ".join(config.prompts.mix)
+    path = (config.data if tasks.task_name(config) in tasks.DATA_TASKS else config.prompts).path
+    return "given inline" if path in (None, config_yaml.PYTHON_OBJECT) else last_part(str(path))
 
 
 def last_part(value: str) -> str:

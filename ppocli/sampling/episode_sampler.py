@@ -4,11 +4,13 @@ A sample is then tokens of which the policy has said some: prompt and observatio
 no loss, no KL and no advantage knows of them. What it said stays the ids that it sampled.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +33,7 @@ from ppocli.models.policy import Policy
 from ppocli.runs.daemon import in_daemon, outcome_of
 from ppocli.runs.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import GenerationModel, Sampler
+from ppocli.sampling.sampler import AheadSampler, GenerationModel, Sampler
 from ppocli.sampling.samples import Samples, SamplingSpec, decode_responses
 
 
@@ -87,6 +89,7 @@ class EpisodeSampler:
         self.inner = inner
         self.calls, self.tokenizer = calls, tokenizer
         self.cfg: EnvConfig = calls.cfg
+        self._ahead: BegunEpisodes | None = None
         self.words = ChatWords(tokenizer, calls.what.tools) if chat else PlainWords(tokenizer)
         self.repeatable = inner.repeatable and calls.what.deterministic
         self.logprobs_match = inner.logprobs_match
@@ -99,30 +102,61 @@ class EpisodeSampler:
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
         """As :class:`~ppocli.sampling.sampler.Sampler`, with :attr:`Samples.episodes`."""
         model = replace(model, split=None)
+        if self._ahead is not None:
+            # the user's class may not be made for two threads
+            self._ahead.take(slice(None), stop.check)
+
+        def converse(games: Sequence[Game]) -> AbstractContextManager[Conversation]:
+            return self.inner.converse([game.ids[:game.start] for game in games],
+                                       [game.episode for game in games], spec, stream, model, stop)
+
         for start in range(0, len(prompts), chunk):
             rows = range(start, min(start + chunk, len(prompts)))
             yield Samples.joined([
-                self._play(prompts.rows(rows[i:i + at_once]), spec, stream, model, stop)
+                self._play(prompts.rows(rows[i:i + at_once]), spec, stream, converse, stop.check)
                 for i in range(0, len(rows), at_once)])
 
     def converse(self, *_: Any, **__: Any) -> AbstractContextManager[Conversation]:
         """Not of a sampler whose contexts an environment continues."""
         raise NotImplementedError
 
-    def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
-              stop: StopFlag) -> Samples:
+    def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
+              ) -> "BegunEpisodes":
+        """As :class:`~ppocli.sampling.sampler.AheadSampler`, with :attr:`Samples.episodes`.
+
+        They are played in a thread with a tokenizer of its own: one that is in use may refuse.
+        """
+        player = copy.copy(self)
+        player.words = copy.copy(self.words)
+        player.words.tokenizer = player.tokenizer = copy.deepcopy(self.tokenizer)
+        inner = cast(AheadSampler, self.inner)
+        talk = inner.turns(prompts.episodes, spec, stream, lambda: None)
+        work = partial(player._play, prompts, spec, stream, lambda _: nullcontext(talk),
+                       lambda: None)
+        begun = BegunEpisodes(in_daemon(partial(without_autocast_cache, work), "episodes"))
+        if ahead:
+            self._ahead = inner.ahead = begun
+        return begun
+
+    def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int,
+              converse: Callable[[Sequence[Game]], AbstractContextManager[Conversation]],
+              check: Callable[[], None]) -> Samples:
+        """One episode per prompt.
+
+        Args:
+            check: called before each turn; may raise to stop.
+        """
         games = self._begin(prompts, stream)
         live = self._groups(games)
         waiting: list[Callable[[], None]] = [lambda: None] * len(live)
-        with self.inner.converse([game.ids[:game.start] for game in games], prompts.episodes, spec,
-                                 stream, model, stop) as talk:
+        with converse(games) as talk:
             while any(live):
                 for g, settle in enumerate(waiting):
-                    stop.check()
+                    check()
                     settle()
                     live[g] = [game for game in live[g] if game.ended is None]
                     texts = self._turn(talk, live[g], spec)
-                    waiting[g] = self._call_environments(live[g], texts, stream, stop)
+                    waiting[g] = self._call_environments(live[g], texts, stream, check)
         return samples_of(games)
 
     def _groups(self, games: list[Game]) -> list[list[Game]]:
@@ -135,7 +169,7 @@ class EpisodeSampler:
         return [games[:half], games[half:]]
 
     def _call_environments(self, games: Sequence[Game], texts: Sequence[str], stream: int,
-                           stop: StopFlag) -> Callable[[], None]:
+                           check: Callable[[], None]) -> Callable[[], None]:
         """Put a turn of some episodes to their environments; what is returned waits for the answers
         and writes them down."""
         work = partial(self.calls.answers, [
@@ -145,7 +179,7 @@ class EpisodeSampler:
         begun = in_daemon(partial(without_autocast_cache, work), "environments") if aside else None
 
         def settle() -> None:
-            answers = work() if begun is None else outcome_of(begun, stop.check)
+            answers = work() if begun is None else outcome_of(begun, check)
             for game, text, answer in zip(games, texts, answers, strict=True):
                 self._answered(game, text, answer)
 
@@ -205,6 +239,22 @@ class EpisodeSampler:
         game.turns.append(Turn(text, len(game.actions) - before, step.reward, between.text,
                                0 if game.ended else len(between.ids), step.failed,
                                between.messages))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunEpisodes:
+    """Episodes that are being played."""
+
+    played: Future[Samples]
+
+    def take(self, rows: slice, poll: Callable[[], None]) -> Samples:
+        """As :class:`~ppocli.sampling.sampler.BegunSamples`; RewardError: the environment
+        failed."""
+        return outcome_of(self.played, poll).rows(rows)
+
+    def settle(self) -> None:
+        """As :class:`~ppocli.sampling.sampler.BegunSamples`."""
+        self.take(slice(None), lambda: None)
 
 
 def samples_of(games: Sequence[Game]) -> Samples:

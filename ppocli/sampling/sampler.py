@@ -111,8 +111,15 @@ class BegunSamples(Protocol):
         """
 
 
+    def settle(self) -> None:
+        """Wait until nothing works on them; raises as :meth:`take`."""
+
+
 class AheadSampler(Sampler, Protocol):
     """One that samples elsewhere, so that the samples of the next step can be begun."""
+
+    ahead: BegunSamples | None
+    """what the next weights wait for"""
 
     def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
               ) -> BegunSamples:
@@ -120,6 +127,15 @@ class AheadSampler(Sampler, Protocol):
 
         Args:
             ahead: they are taken later: the next weights wait for them.
+        """
+
+    def turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+              poll: Callable[[], None]) -> Conversation:
+        """What is said in the turns of these samples, in any thread, as long as the next weights
+        wait for it.
+
+        Args:
+            poll: called every now and then; may raise to stop.
         """
 
 

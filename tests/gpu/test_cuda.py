@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import save_lm, stable_rows, write_prompts
+from helpers import make_lm, save_lm, stable_rows, write_prompts
 from runs import words
 from sessions import (
     estimate_of,
@@ -24,6 +24,7 @@ from ppocli.launch.worker import run_worker
 from ppocli.models import kernels
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
+from ppocli.models.transformers_internals import fuse_layers
 from ppocli.runs.run_folder import write_config
 from ppocli.sampling import token_graph
 
@@ -127,6 +128,21 @@ def test_a_vocabulary_that_is_no_multiple_of_eight(precision):
     for wanted, got in zip(*found, strict=True):
         off = (got.cpu().double() - wanted).norm() / wanted.norm()
         assert off < (1e-5 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_in_one_kernel_give_what_the_model_s_own_code_gives(dtype):
+    """States and gradients of a Qwen 3, which has norms of queries and keys too."""
+    lm, ids = make_lm("qwen3").to("cuda", dtype), torch.arange(24, device="cuda").reshape(2, 12)
+    found = []
+    for _ in range(2):
+        lm.zero_grad()
+        out = lm(input_ids=ids).logits.float()
+        out.square().mean().backward()
+        found.append([out.detach(), *(p.grad.float().clone() for p in lm.parameters())])
+        fuse_layers(lm)
+    for own, fused in zip(*found, strict=True):
+        assert (own - fused).norm() <= (1e-5 if dtype == torch.float32 else 3e-2) * own.norm()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

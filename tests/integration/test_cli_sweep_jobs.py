@@ -49,8 +49,8 @@ def both_run(world: Path, *numbers: int) -> list[int] | None:
 @pytest.mark.parametrize("launcher", [JOBLIB, SUBMITIT], ids=["joblib", "submitit_local"])
 def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path, launcher):
     """Each with GPUs of its own; no GPU is needed to see which ones it is given."""
-    (world / "cfg/recipes").mkdir(parents=True)
-    (world / "cfg/recipes/mine.yaml").write_text("ppo: {num_steps: 2}\n")
+    (world / "cfg").mkdir()
+    (world / "cfg/mine.yaml").write_text("# @package _global_\nppo: {num_steps: 2}\n")
     (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('no such luck')\n")
     (world / "good.py").write_text(
         "import os\ndef score(outputs):\n    with open('seen', 'a') as file:\n"
@@ -183,4 +183,4 @@ def test_a_sweep_has_a_name_and_keys_of_free_mappings_need_no_plus(world, comman
     assert jobs[1].figures["reward"] > jobs[0].figures["reward"] > 0
     first = command("-m", *shared, "seed=7,8", "ppo.gamma=interval(0.5,1)", "--cfg", "job", "-p",
                     "reward.kwargs", code=0)
-    assert first.out == "# @package reward.kwargs\nby: 1\n"
+    assert first.out.endswith("by: 1\n")

@@ -52,7 +52,7 @@ def distributions_of(module: str) -> set[str]:
 
 OPTIONAL = {"matplotlib": "plot", "peft": "peft", "bitsandbytes": "8bit", "wandb": "wandb",
             "trackio": "trackio", "optuna": "sweep", "starlette": "serve", "uvicorn": "serve",
-            "math_verify": "math", "reasoning_gym": "gym"}
+            "math_verify": "math", "reasoning_gym": "gym", "openenv": "openenv"}
 """what only an extra brings; imported inside functions, which say how to get it"""
 
 

@@ -273,7 +273,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
     (here / "texts.txt").write_text("The film was a joy.\n")
     inject("optimize.forward>1:oom")  # the figure of a phase in which memory has run out
     command(
-        "model=reviews", "prompts=reviews", "run_name=x", *SMALL,
+        "model=reviews", "prompts.mix.films.path=builtin:reviews-prompts", "run_name=x", *SMALL,
         "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.ent_coef_end=0", "ppo.kl_in=loss",
         "ppo.dual_clip=3", "ppo.step_kl=0.04", "ppo.positive_nll_coef=0.1",
         "ppo.importance.level=token", "ppo.importance.reject.token_k3=1",
@@ -286,7 +286,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
     own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}
     assert own
     summary = read_json(here / "runs/x/summary.json")
-    own |= {"brief", "praise", "logs", "told", "missing_eos"}
+    own |= {"films", "brief", "praise", "logs", "told", "missing_eos"}
     found = {without_names(name, own) for name in figures}
     elsewhere = {"time/gather", "rollout/drawn", "rollout/uniform_groups", "eval/turns_mean",
                  "eval/done_share", *episode_figures([Episode("", (Turn("x", 1),), "done")])}

@@ -66,6 +66,12 @@ RULES = [
     ({"checkpoint__metric": "loss"}, "checkpoint.metric"),
     ({"checkpoint__metric": "metrics/x"}, "checkpoint.metric, reward.metric_fn"),
     ({"prompts__items": ["a"]}, "prompts.path, prompts.items"),
+    ({"prompts__mix": {"a": {"path": "x"}}}, "prompts.path, prompts.mix"),
+    *(({"prompts__path": None, "prompts__mix": {"a": entry}}, "prompts.mix.a") for entry in (
+        {}, "x.jsonl", {"weight": 2}, {"path": "x", "weight": 0}, {"path": "x", "weight": "2"},
+        {"path": "x", "colum": "q"}, {"path": "x", "limit": 0}, {"path": "x", "limit": "few"},
+        {"path": "x", "columns": "a"}, {"path": "x", "kwargs": 3},
+        {"path": "x", "template": "no place"})),
     ({"prompts__length_sampler": [5, 2]}, "prompts.length_sampler"),
     ({"prompts__template": "no place"}, "prompts.template"),
     ({"generation__min_new_tokens": 50}, "generation.min_new_tokens, generation.max_new_tokens"),

@@ -14,7 +14,6 @@ from ppocli.builtin.names import recipe_files
 from ppocli.config.command_words import read_setting, read_words
 from ppocli.config.compose import compose, print_composition
 from ppocli.config.config_yaml import (
-    classify_change,
     config_differences,
     config_text,
     quoted,
@@ -25,6 +24,7 @@ from ppocli.config.config_yaml import (
     words_for,
 )
 from ppocli.config.keys import schema_keys
+from ppocli.config.resume_policy import classify_change
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
 from ppocli.errors import CheckpointError, ConfigError

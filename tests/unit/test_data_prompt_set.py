@@ -2,15 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from data_tokenizers import CHATML, ids, words
-from helpers import refused
+from helpers import refused, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
-from ppocli.data.data_set import PromptSet, prompt_indices
+from ppocli.data.data_set import PromptSet, prompt_indices, source_counts
 from ppocli.data.prompt_set import load_eval_prompts, load_prompts
 from ppocli.errors import ConfigError, InputError
 
@@ -199,6 +200,69 @@ def test_seeds_and_epochs_differ():
     orders = [epoch(number, seed) for number in range(3) for seed in range(3)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
     assert all(order != list(range(50)) for order in orders)
+
+
+# Mixes --------------------------------------------------------------------------------------------
+
+weights = st.lists(st.sampled_from([0.1, 0.7, 1, 2, 3, 40]) | st.floats(1e-3, 1e3), min_size=1,
+                   max_size=5)
+
+
+@given(weights=weights, count=st.integers(0, 300), cut=st.integers(0, 300))
+def test_the_shares_of_a_mix_are_exact_up_to_rounding(*, weights, count, cut):
+    counts = np.array(source_counts(0, count, weights))
+    positions = np.arange(count + 1)
+    assert (counts.sum(0) == positions).all()
+    assert set(np.diff(counts).ravel().tolist()) <= {0, 1}
+    off = np.abs(counts - np.outer(np.array(weights) / sum(weights), positions)).max()
+    assert off <= {1: 0.0, 2: 0.5, 3: 1.0}.get(len(weights), 1.5) + 1e-9
+    later = np.array(source_counts(cut, count, weights))
+    assert (np.array(source_counts(0, cut + count, weights))[:, cut:] == later).all()
+
+
+def mixed_set(*mix):
+    total = sum(size for size, _ in mix)
+    return PromptSet([[0]] * total, [""] * total, {}, (), mix=mix)
+
+
+@given(sizes=st.lists(st.integers(1, 20), min_size=3, max_size=3), seed=seeds, cut=positions,
+       shuffle=st.booleans())
+def test_a_mix_is_resumed_and_goes_through_each_source(*, sizes, seed, cut, shuffle):
+    prompts = mixed_set(*zip(sizes, (2, 1, 1), strict=True))
+    order = prompts.indices(0, cut + 40, seed=seed, shuffle=shuffle)
+    assert order[cut:] == prompts.indices(cut, 40, seed=seed, shuffle=shuffle)
+    offset = 0
+    for size in sizes:
+        places = [index - offset for index in order if offset <= index < offset + size]
+        assert places == prompt_indices(0, len(places), n=size, seed=seed, shuffle=shuffle)
+        offset += size
+
+
+def test_a_mix_of_files(tmp_path):
+    sums = write_jsonl(tmp_path / "sums.jsonl", [{"q": f"{i}", "answer": i} for i in range(9)])
+    films = write_jsonl(tmp_path / "films.jsonl", [{"prompt": "the film"}, {"prompt": "it was"}])
+    entries = {"math": {"path": [str(sums)], "column": "q", "template": "so {prompt}",
+                        "weight": 3, "limit": 8},
+               "chat": {"path": str(films)}}
+    training, evaluation = load_both(PromptsConfig(mix=entries, first_words=9, eval=(
+        EvalPromptsConfig(limit=4))))
+    assert training.mix == ((8, 3.0), (2, 1.0))
+    assert training.texts == [*(f"so {i}" for i in range(8)), "the film", "it was"]
+    assert training.columns == {"answer": [*range(8), None, None],
+                                "source": ["math"] * 8 + ["chat"] * 2}
+    order = training.indices(0, 8, seed=3, shuffle=True)
+    assert sum(index >= 8 for index in order) == 2
+    assert evaluation.texts == ["so 0", "so 2", "so 5", "the film"]
+    assert evaluation.columns["source"] == ["math"] * 3 + ["chat"]
+
+    own = EvalPromptsConfig(path=str(films))
+    assert load_both(PromptsConfig(mix=entries, eval=own))[1].columns == {}
+    write_jsonl(sums, [{"q": "1", "source": "x"}])
+    with refused(InputError, "The rows have a column 'source'") as caught:
+        load_both(PromptsConfig(mix=entries))
+    assert caught.value.where == f"prompts.mix.math.path={sums}"
+    kept = {**entries, "math": {**entries["math"], "columns": []}}
+    assert load_both(PromptsConfig(mix=kept))[0].columns["source"] == ["math", "chat", "chat"]
 
 
 # Evaluation prompts -------------------------------------------------------------------------------

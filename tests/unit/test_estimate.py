@@ -91,8 +91,8 @@ LLAMA = model_config("llama", vocab_size=WORDS, hidden_size=WIDTH, intermediate_
                      num_hidden_layers=LAYERS)
 
 
-def lines_of(ranks: int = 1, *, cuda: bool = True, **keys):
-    needed = estimate_of(config_of(**keys), 8, LLAMA, cuda=cuda, ranks=ranks)
+def lines_of(ranks: int = 1, *, cuda: bool = True, whole: int | None = None, **keys):
+    needed = estimate_of(config_of(**keys), 8, LLAMA, cuda=cuda, ranks=ranks, device_bytes=whole)
     return {line.name: line[1:] for line in needed.lines}, needed
 
 
@@ -114,6 +114,24 @@ def test_zero_divides_by_four_ranks_what_its_stage_says(stage, weights, gradient
     # two newest checkpoints, the best and one being written
     assert (needed.model, needed.checkpoint) == (4 * POLICY, 12 * N)
     assert needed.disk == 4 * 12 * N + 4 * POLICY
+
+
+def test_a_server_on_the_same_gpu_holds_its_share_unless_it_sleeps():
+    served = {"rollout__engine": "vllm", "rollout__launch": True, "whole": 10**9}
+    args = {"rollout__server_args": ["--gpu-memory-utilization", "0.4"]}
+    share, default = 4 * 10**8, int(10**9 * 0.92)
+    assert lines_of(**served)[0]["vLLM server"] == (default, default, 0)
+    lines, awake = lines_of(**served, **args)
+    assert lines["vLLM server"] == (share, share, 0)
+    assert "keys and values (KV cache)" not in lines
+    lines, asleep = lines_of(**served, **args, rollout__sleep=True)
+    assert lines["vLLM server"] == (share, 0, 0)
+    assert awake.update - asleep.update == share
+    adapted = lines_of(**served, **args, rollout__sleep=True, **LORA,
+                       model__reference__kind="adapter")[0]["vLLM server"]
+    assert adapted[:2] == (share, 0)
+    assert 4 * POLICY < adapted[2] < 4.5 * POLICY
+    assert "vLLM server" not in lines_of(**{**served, "whole": None})[0]
 
 
 # The check before a run ---------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from ppocli.errors import ConfigError, InputError
 
 def data_config(**over):
     """``data`` with its defaults."""
-    return SimpleNamespace(**{"path": None, "name": None, "split": "train", "val": None,
-                              "columns": {}, "limit": None, "max_length": None,
+    return SimpleNamespace(**{"path": None, "kwargs": {}, "name": None, "split": "train",
+                              "val": None, "columns": {}, "limit": None, "max_length": None,
                               "train_on": "auto", "chat": False, "template": None,
                               "packing": True} | over)
 

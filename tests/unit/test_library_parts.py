@@ -4,6 +4,7 @@ missed in one sentence where it isn't."""
 import dataclasses
 
 import peft
+import pytest
 import torch
 from helpers import make_lm, save_lm
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ from ppocli.config.schema import ModelConfig
 from ppocli.config.tasks import peft_fields
 from ppocli.models.loading import load_adapters
 from ppocli.models.loading.language_model import load_lm
+from ppocli.models.transformers_internals import fuse_layers
 
 
 def test_the_table_of_peft_s_fields_is_the_installed_one_s():
@@ -49,3 +51,23 @@ def test_weights_lie_where_torch_puts_them_wherever_they_lay_in_their_file(tmp_p
         lm = load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm
         assert all(p.data_ptr() % 64 == 0 for p in lm.parameters())
         assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "fused"), [("qwen2", True), ("qwen3", True), ("gemma2", False)])
+def test_norms_through_torch_s_function_make_the_numbers_of_the_model_s_own_code(kind, fused,
+                                                                                precision):
+    """To the last bit on a CPU, gradients too; a norm of other arithmetic is left as it is."""
+    lm, ids = make_lm(kind), torch.arange(24).reshape(2, 12)
+    norm = type(lm.model.norm)
+    found = []
+    for _ in range(2):
+        lm.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            out = lm(input_ids=ids).logits
+        out.float().square().mean().backward()
+        found.append([out.detach(), *(p.grad.clone() for p in lm.parameters())])
+        fuse_layers(lm)
+    assert (type(lm.model.norm) is not norm) == fused
+    assert isinstance(lm.model.norm, norm)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -6,6 +6,8 @@ import signal
 import pytest
 
 from ppocli.config.schema import PromptsConfig
+from ppocli.config.schema_training import DataConfig
+from ppocli.data.examples import read_examples
 from ppocli.data.gym_tasks import ReasoningGym, gym_rows
 from ppocli.data.sources import open_rows, training_spec
 from ppocli.errors import InputError
@@ -65,6 +67,15 @@ def test_questions_are_those_of_their_seed_and_right_answers_score_1(gym):
     assert ReasoningGym("last_line")([f"so\n{one}" for one in answers], log_extra,
                                      entry=entries) == [1.0] * 4
     assert ReasoningGym()(answers, log_extra, entry=entries) == [0.0] * 4, "no tag"
+
+
+def test_their_answers_are_examples(gym):
+    cfg = DataConfig(path="reasoning_gym:coin_flip", columns={"completion": "answer"},
+                     kwargs={"size": 3, "min_trials": 1, "max_trials": 2})
+    rows = list(open_rows(training_spec(PromptsConfig(path=cfg.path, kwargs=cfg.kwargs), None), []))
+    assert [(one.prompt, one.completion) for one in read_examples(
+        cfg, wants="completions").examples] == [
+            (row.values["prompt"], row.values["answer"]) for row in rows]
 
 
 @pytest.mark.parametrize(("name", "kwargs", "message"), [

@@ -3,28 +3,35 @@ is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import checked, model_config, refused, save_lm
 from safetensors.torch import save_file
-from sessions import refused_session, rollout_of, session_of, small_config
+from sessions import idle_context, refused_session, rollout_of, session_of, small_config
 from vllm_double import (
+    LORA,
     answering,
     assert_same,
     config,
     disturb,
     drawn,
     engine_of,
+    move_adapter,
     one_server,
     ours,
     serving,
 )
 
-from ppocli.errors import ConfigError, SamplerError
-from ppocli.models.loading.model_config import ModelFacts
-from ppocli.sampling.vllm.server_process import server_command
+from ppocli.errors import ConfigError, RewardError, SamplerError
+from ppocli.models.loading.load_adapters import adapter_tensors, write_adapter
+from ppocli.models.loading.model_config import ModelFacts, read_lm
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.sampling.vllm.server_process import server_command, shell_line, why_merged
+from ppocli.training.loop import initial_state
 
 GENERATE = "/inference/v1/generate"
 
@@ -59,6 +66,114 @@ def test_stop_rules_and_limits_are_ours_and_lora_is_merged_into_what_is_sent(tmp
                      {"stop_sequences": ("good", "film")}):
             assert_same(drawn(session, do_sample=False, **spec),
                         ours(session, do_sample=False, **spec))
+
+
+def test_an_adapter_is_sent_by_itself_under_a_new_name_each_time(tmp_path):
+    """One that goes on is the server's from the start; a folder that it can't see changes
+    nothing."""
+    save_lm(tmp_path / "lm", "llama", tie_word_embeddings=True)
+    engine = engine_of(tmp_path, model__peft=LORA)
+    assert engine.name.endswith("-lora8")
+    with one_server(tmp_path, engine=engine, model__peft=LORA) as (session, _):
+        for _ in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            move_adapter(session)
+        assert engine.asked["/collective_rpc"] == 0
+        assert len(engine.adapters) == 1
+        assert set(engine.adapters) == {engine.version}
+        assert engine.asked["/v1/unload_lora_adapter"] == 2
+        sent = [body["lora_path"] for body in engine.bodies if "lora_path" in body]
+        assert [Path(path).is_dir() for path in sent] == [False, False, True]
+        (tmp_path / "adapter").mkdir()
+        write_adapter(session.loaded.adapter, adapter_tensors(session.loaded.adapter),
+                      tmp_path / "adapter")
+    further = {"model__path": str(tmp_path / "adapter"), "model__peft": {"type": "lora"}}
+    with one_server(tmp_path, engine=engine, **further) as (session, _):
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+        session.sampler._weights.write(lambda folder: None, "x")
+        with refused(SamplerError, "can't read the weights", "rollout.weights_dir"):
+            session.sampler._weights.load_adapter(session.sampler.servers[0])
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+def test_a_server_that_answers_without_the_adapter_is_found_out(tmp_path):
+    save_lm(tmp_path / "lm", "llama")
+    engine = engine_of(tmp_path, model__peft=LORA)
+
+    def spoil(path, number, body):
+        body.pop("model", None)
+
+    with one_server(tmp_path, spoil, engine, model__peft=LORA) as (session, _), refused(
+            SamplerError, "can't have sampled"):
+        drawn(session)
+
+
+@pytest.mark.parametrize(("kind", "peft", "keys", "reason"), [
+    ("gpt2", {}, {}, "GPT2LMHeadModel takes no LoRA"),
+    ("llama", {"use_dora": True}, {}, "model.peft.use_dora"),
+    ("llama", {"modules_to_save": ["model.norm"]}, {}, "model.peft.modules_to_save"),
+    ("llama", {"bias": "all"}, {}, "model.peft.bias"),
+    ("llama", {"rank_pattern": {"q_proj": 600}}, {}, "ranks up to 512"),
+    ("llama", {"target_modules": ["embed_tokens"]}, {}, "q_proj"),
+    ("llama", {}, {"hardware__device": "cuda"}, "precision=bf16"),
+    ("qwen2", {"target_modules": ["self_attn.q_proj", "up_proj"], "use_rslora": True},
+     {"hardware__device": "cuda", "hardware__precision": "bf16"}, None)])
+def test_what_servers_take_as_an_adapter(kind, peft, keys, reason, tmp_path):
+    save_lm(tmp_path / "lm", kind)
+    cfg = small_config(tmp_path, model__peft={**LORA, **peft}, **keys)
+    facts = read_lm(cfg.model)
+    assert (reason or "nothing") in (why_merged(cfg, facts.config) or "nothing")
+    words = server_command(cfg, facts, "python", "http://h")
+    assert ("--hf-overrides" in words) == (reason is not None)
+    assert ("--max-lora-rank 8" in shell_line(words)) == (reason is None)
+    assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in shell_line(words)) == (reason is None)
+
+
+def test_a_quantized_policy_is_sampled_from_its_base_as_it_was(tmp_path):
+    """Weights of 16 steps, in place of bitsandbytes', which may not be installed: the gap is
+    corrected for, and too large for a policy that isn't quantized."""
+    save_lm(tmp_path / "lm", "llama", gain=2.0)
+    with one_server(tmp_path, engine=engine_of(tmp_path, model__peft=LORA), model__peft=LORA,
+                    ppo__importance__level="token") as (session, _):
+        with torch.no_grad():
+            for name, weight in session.policy.lm.named_parameters():
+                if "base_layer" in name:
+                    step = weight.abs().amax(1, keepdim=True) / 8
+                    weight.copy_((weight / step).round() * step)
+        with refused(SamplerError, "says other tokens"):
+            drawn(session)
+        session.cfg.model.quantization = "4bit"
+        rollout = rollout_of(session)
+        assert float(rollout.gap.abs().mean()) > 0.01
+    save_lm(tmp_path / "gpt2")
+    cfg = small_config(tmp_path, model__path=str(tmp_path / "gpt2"), model__peft=LORA,
+                       model__quantization="4bit")
+    with refused(ConfigError, "GPT2LMHeadModel takes no LoRA", "rollout.engine=decode"):
+        server_command(cfg, read_lm(cfg.model), "python", "http://h")
+    with refused(ConfigError, "ppo.importance.level, model.quantization"):
+        checked("+recipe=quickstart", "rollout.engine=vllm", "rollout.urls=[http://h]",
+                "model.peft.type=lora", "model.quantization=4bit", "ppo.importance.level=none")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_servers_sleep_while_the_policy_trains(kind, tmp_path, caplog):
+    """Weights are dropped where they are sent, and kept where only an adapter is."""
+    save_lm(tmp_path / "lm", kind)
+    keys = {"model__peft": LORA, "rollout__sleep": True}
+    engine = engine_of(tmp_path, **keys)
+    assert engine.name.endswith("-sleeps")
+    with one_server(tmp_path, engine=engine, **keys) as (session, _):
+        for _ in range(2):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            assert engine.asleep == {"weights", "kv_cache"}
+            assert engine.empty == (kind == "gpt2")
+            drawn(session)  # the same weights
+            move_adapter(session)
+    assert [record.message for record in caplog.records if "sleep" in record.message] == [
+        "rollout.sleep does nothing here: vLLM on a CPU says that it sleeps, and keeps its memory."]
+    keys["hardware__device"] = "cuda"
+    cfg = small_config(tmp_path, **keys)
+    assert "--enable-sleep-mode" in server_command(cfg, read_lm(cfg.model), "python", "http://h")
 
 
 def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path, monkeypatch):
@@ -169,3 +284,42 @@ def test_turns_of_episodes_are_the_servers(tmp_path):
         torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
         assert float(found.gap.abs().max()) < 1e-4
         assert engine.asked[GENERATE] > 2 * len(found)
+
+
+@pytest.mark.parametrize("env", ["Words", "Slow"])
+def test_episodes_are_played_one_step_ahead(env, tmp_path):
+    """With the weights from before, as the other loop plays them; an evaluation waits for them, and
+    a run that goes on begins anew with the weights that it has."""
+    keys = {"env__fn": f"played:{env}", "env__max_tokens": 40, "env__max_turns": 3,
+            "generation__max_new_tokens": 5, "ppo__num_rollouts": 8, "ppo__num_steps": 3,
+            "generation__do_sample": False}
+    with session_of(small_config(tmp_path, **keys)) as session:
+        wanted = [rollout_of(session, start) for start in (0, 8)]
+    with one_server(tmp_path, rollout__ahead=1, **keys) as (session, engine):
+        task = PPOTask(session)
+        state = initial_state(task)
+        first = task.collect(state, idle_context())
+        disturb(session)
+        versions = engine.asked["/update_weight_version"]
+        task.evaluate(idle_context())
+        assert engine.asked["/update_weight_version"] == versions + 1
+        state = replace(state, step=1, episodes=8)
+        second = task.collect(state, idle_context())
+        for found, rollout in zip((first, second), wanted, strict=True):
+            assert found.responses == rollout.responses
+            assert found.extras.dense.tolist() == rollout.extras.dense.tolist()
+        assert float(first.gap.abs().max()) < 1e-4
+        assert float(second.gap.abs().mean()) > 0.01
+        resumed = PPOTask(session).collect(state, idle_context())
+        assert float(resumed.gap.abs().max()) < 1e-4
+        assert [one.opening for one in resumed.extras.episodes] == [
+            one.opening for one in second.extras.episodes]
+
+
+def test_an_environment_that_fails_ahead_stops_the_run(tmp_path):
+    keys = {"env__fn": "played:Failing", "env__max_tokens": 40, "generation__max_new_tokens": 5,
+            "ppo__num_rollouts": 8}
+    with one_server(tmp_path, rollout__ahead=1, **keys) as (session, _), refused(
+            RewardError, "the door is locked"):
+        task = PPOTask(session)
+        task.collect(initial_state(task), idle_context())

@@ -9,19 +9,24 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
 from runs import free_port, run, spawn, wait_for, words
-from sessions import rollout_of, session_of, small_config
-from vllm_double import assert_same, disturb, drawn, ours
+from sessions import idle_context, rollout_of, session_of, small_config
+from vllm_double import LORA, assert_same, disturb, drawn, move_adapter, ours
 
 from ppocli.errors import SamplerError
+from ppocli.ppo.ppo_task import PPOTask
 from ppocli.sampling.vllm.server import WeightsFolder
+from ppocli.training.loop import initial_state
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -104,6 +109,82 @@ def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tmp_
         assert 0 < float(gap.abs().max()) < 1e-4
 
 
+def test_an_adapter_is_sent_by_itself(tmp_path):
+    make_world(tmp_path, "llama", tie_word_embeddings=True)
+    words = [f"model.peft.{name}={value}" for name, value in LORA.items()]
+    with server(tmp_path, *words) as (url, _), session_of(
+            config(tmp_path, url, model__peft=LORA)) as session:
+        for version in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            assert session.sampler.version.endswith(f"-{version + 1}")
+            assert adapters_at(url) == [session.sampler.version]
+            move_adapter(session)
+        gap = rollout_of(session).gap
+        assert 0 < float(gap.abs().max()) < 1e-4
+        session.sampler._weights.write(lambda folder: None, "x")
+        with refused(SamplerError, "can't read the weights"):
+            session.sampler._weights.load_adapter(session.sampler.servers[0])
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+@pytest.mark.parametrize("peft", [{}, LORA])
+def test_a_server_on_a_cpu_takes_the_routes_of_sleep(peft, tmp_path, caplog):
+    """Of level 1 and 2: it says that it sleeps, and has kept its memory."""
+    make_world(tmp_path, "llama")
+    words = ["rollout.sleep=true", *(f"model.peft.{name}={value}" for name, value in peft.items())]
+    with server(tmp_path, *words) as (url, process), session_of(
+            config(tmp_path, url, model__peft=peft, rollout__sleep=True)) as session:
+        before = resident(process.pid)
+        for _ in range(2):
+            found = drawn(session, do_sample=False)
+            assert httpx2.get(f"{url}/is_sleeping", trust_env=False).json()["is_sleeping"]
+            assert resident(process.pid) > 0.95 * before
+            assert_same(found, ours(session, do_sample=False))
+            (move_adapter if peft else disturb)(session)
+    assert caplog.text.count("vLLM on a CPU says that it sleeps") == 1
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_quantized_policy_learns_from_servers_of_its_base(tmp_path):
+    make_world(tmp_path, "llama")
+    lora = [f"model.peft.{name}={value}" for name, value in LORA.items()]
+    url = f"http://127.0.0.1:{free_port()}"
+    run("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}", EAGER,
+                         "model.quantization=4bit", "ppo.num_steps=12", *lora),
+        cwd=tmp_path, code=0, **ON_CPU)
+    rows = jsonl(tmp_path / "runs/served/metrics.jsonl")
+    assert all(0.001 < row["rollout/logprob_gap_mean"] < 1 for row in rows[1:])
+    assert all("rollout/importance_mean" in row for row in rows[1:])
+    assert rows[-1]["eval/reward_mean"] - rows[0]["eval/reward_mean"] > 1
+
+
+def test_episodes_are_played_one_step_ahead_with_an_adapter(tmp_path):
+    make_world(tmp_path, "llama")
+    keys = {"env__fn": "played:Slow", "env__max_tokens": 40, "generation__max_new_tokens": 5,
+            "ppo__num_rollouts": 8, "ppo__num_steps": 3}
+    with (server(tmp_path, *(f"model.peft.{name}={value}" for name, value in LORA.items())
+                 ) as (url, _),
+          session_of(config(tmp_path, url, model__peft=LORA, rollout__ahead=1, **keys)) as session):
+        task, gaps = PPOTask(session), []
+        state = initial_state(task)
+        for step in range(3):
+            found = task.collect(replace(state, step=step, episodes=8 * step), idle_context())
+            gaps.append(float(found.gap.abs().mean()))
+            move_adapter(session)
+    assert gaps[0] < 1e-4
+    assert min(gaps[1:]) > 0.01
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process and all that it has started."""
+    return sum(psutil.Process(one).memory_info().rss for one in (pid, *descendants(pid)))
+
+
+def adapters_at(url: str) -> list[str]:
+    models = httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"]
+    return [model["id"] for model in models if model["parent"]]
+
+
 def test_each_worker_of_a_server_takes_its_part_of_the_weights(tmp_path):
     make_world(tmp_path, "llama", tie_word_embeddings=True)
     with (server(tmp_path, "rollout.server_args=[--enforce-eager,--tensor-parallel-size,'2']"
@@ -151,7 +232,7 @@ def test_a_reload_from_nowhere_ends_the_engine_and_is_not_begun(tmp_path):
     make_world(tmp_path, "gpt2")
     with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
         weights = WeightsFolder(str(tmp_path))
-        weights.write(session.policy.lm, session.policy.lm.state_dict(), "x")
+        weights.write(session.policy.lm.save_pretrained, "x")
         shutil.rmtree(weights.path)
         with refused(SamplerError, "can't read the weights"):
             weights.check_readable(session.sampler.servers[0])

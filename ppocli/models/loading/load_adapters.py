@@ -227,6 +227,14 @@ def describe_adapter(adapter: Adapter, folder: Path) -> None:
                                        encoding="utf-8")
 
 
+def write_adapter(adapter: Adapter, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write an adapter's weights, by the names that PEFT writes, and what belongs to them."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    describe_adapter(adapter, folder)
+
+
 def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str) -> None:
     """Replace an adapter's weights by saved ones.
 

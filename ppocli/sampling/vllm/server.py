@@ -80,6 +80,15 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None, *, most: int = ANSWER,
             timeout: float | None = None) -> Any:
         """The JSON that a route answers to a GET, or to a POST of ``body``."""
+        content = self._content(path, body, most, timeout)
+        try:
+            return json.loads(content or b"null")
+        except (ValueError, RecursionError):
+            raise _refused(f"{self.url}{path} answered with what is no JSON: {_message(content)}"
+                           ) from None
+
+    def _content(self, path: str, body: Mapping[str, Any] | None, most: int = ANSWER,
+                 timeout: float | None = None) -> bytes:
         method, sent = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
         for attempt in range(TRIES):
             try:
@@ -98,10 +107,7 @@ class Server:
             time.sleep(pause)
         if status != 200 or len(content) > most:
             raise _refused(f"{reply}: {_message(content)}", _REMEDIES.get(status, HOW_TO))
-        try:
-            return json.loads(content or b"null")
-        except (ValueError, RecursionError):
-            raise _refused(f"{reply} with what is no JSON: {_message(content)}") from None
+        return content
 
     def check(self, name: str, tokens: int) -> None:
         """Make sure that the run's own model is served, at its length.
@@ -139,15 +145,39 @@ class Server:
         self.ask("/update_weight_version", {"new_version": version})
         self.ask("/resume", {})
 
-    def generate(self, ids: Sequence[int], params: Mapping[str, Any]) -> Answer:
+    def load_adapter(self, folder: Path, name: str) -> None:
+        """Read an adapter, and forget all others. vLLM's caches know adapters by their names and
+        paths: both have to be new for other weights."""
+        self._content("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        for model in self.ask("/v1/models", timeout=LOOK)["data"]:
+            if model.get("parent") and model["id"] != name:
+                self._content("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+
+    def sleep(self, level: int) -> bool:
+        """Give back the memory of its device; whether it says that it did.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them.
+        """
+        self.ask(f"/sleep?level={level}", {})
+        return bool(self.ask("/is_sleeping", timeout=LOOK)["is_sleeping"])
+
+    def wake(self, part: str | None = None) -> None:
+        """Take memory again, for all or for a part (``weights``, ``kv_cache``); one that is awake
+        stays so."""
+        self.ask("/wake_up" if part is None else f"/wake_up?tags={part}", {})
+
+    def generate(self, ids: Sequence[int], params: Mapping[str, Any], adapter: str | None = None
+                 ) -> Answer:
         """One response to a prompt.
 
         Args:
             params: fields of vLLM's ``SamplingParams``.
+            adapter: that :meth:`load_adapter` has given a name; None: the model without one.
         """
         limit = int(params["max_tokens"])
         reply = self.ask("/inference/v1/generate", most=ANSWER + A_TOKEN * limit, body={
-            "token_ids": list(ids),
+            "token_ids": list(ids), **({} if adapter is None else {"model": adapter}),
             "sampling_params": {"n": 1, "logprobs": 0, **self._bias, **params}})
         try:
             choice, = reply["choices"]
@@ -155,7 +185,8 @@ class Server:
             content, reason = choice["logprobs"]["content"], choice["finish_reason"]
             logprobs = [float(one["logprob"]) for one in content]
             versions = [str(one["version"]) for one in choice["weight_versions"]]
-            same = [one["token_id"] for one in content] == tokens
+            same = [one["token_id"] for one in content] == tokens and (
+                adapter is None or reply["model"] == adapter)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _refused(f"{self.url} answered no response with logprobs and weight versions "
                            f"({error!r}): {shorten(json.dumps(reply))}") from None
@@ -218,9 +249,11 @@ class WeightsFolder:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self._newest = self.path
 
-    def write(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
-        """Write these weights under the names of their checkpoint format, in place of the version
-        before.
+    def write(self, save: Callable[[Path], object], version: str) -> None:
+        """Write weights in place of the version before.
+
+        Args:
+            save: writes them into a folder, under the names of their checkpoint format.
 
         Raises:
             DiskError: the disk is full.
@@ -232,7 +265,7 @@ class WeightsFolder:
         try:
             (folder / SEEN).mkdir(parents=True)
             save_file({}, folder / SEEN / "model.safetensors")
-            lm.save_pretrained(folder, state_dict=dict(tensors))
+            save(folder)
         except OSError as error:
             raise _no_room(str(folder), error) from error
         for path in old:
@@ -250,14 +283,30 @@ class WeightsFolder:
         except SamplerError as error:
             if error.fix in _REMEDIES.values():
                 raise  # it is the route or the token, not the folder
-            server.ask("/health", timeout=LOOK)
-            raise SamplerError(f"{server.url} can't read the weights in {self._newest}: "
-                               f"{error.what}", where="rollout.weights_dir", fix="name a folder "
-                               "that the servers see under the same path") from error
+            raise self._unreadable(server, error) from error
+
+    def _unreadable(self, server: Server, error: SamplerError) -> SamplerError:
+        server.ask("/health", timeout=LOOK)
+        return SamplerError(f"{server.url} can't read the weights in {self._newest}: {error.what}",
+                            where="rollout.weights_dir",
+                            fix="name a folder that the servers see under the same path")
 
     def load(self, server: Server) -> None:
         """Replace a server's weights by the newest, from a thread of its own for each server."""
         _reload(server, self._newest)
+
+    def load_adapter(self, server: Server) -> None:
+        """Give a server the newest version, an adapter, which is then called like that.
+
+        Raises:
+            SamplerError: as :meth:`check_readable`; the server is as before.
+        """
+        try:
+            server.load_adapter(self._newest, self._newest.name)
+        except SamplerError as error:
+            if "No adapter found" in error.what:
+                raise self._unreadable(server, error) from error
+            raise
 
 
 def _reload(server: Server, folder: Path, **how: Any) -> None:

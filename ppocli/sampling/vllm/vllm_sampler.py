@@ -12,19 +12,27 @@ from typing import Any
 import torch
 
 from ppocli.config import schema
+from ppocli.config.text import format_memory
 from ppocli.data.data_set import PromptBatch
 from ppocli.distributed.backend import Backend
+from ppocli.distributed.host_memory import room_here
 from ppocli.distributed.ranks import StopFlag
 from ppocli.errors import SamplerError
 from ppocli.models.head import vocabulary_of
 from ppocli.models.layout import padded
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.loading.load_adapters import tensors_digest
+from ppocli.models.loading.load_adapters import adapter_tensors, tensors_digest, write_adapter
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
 from ppocli.runs.daemon import in_daemon
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, check_stop
+from ppocli.sampling.sampler import (
+    BegunSamples,
+    DecodeSampler,
+    GenerationModel,
+    SamplerSetup,
+    check_stop,
+)
 from ppocli.sampling.samples import (
     Generation,
     Samples,
@@ -48,7 +56,7 @@ log = logging.getLogger("ppocli")
 
 PROBE, PROBED = 8, 16
 """tokens of the prompt whose greedy continuation is compared with ours, and of that"""
-MOST_OFF = {"fp32": 0.01, "bf16": 0.5}
+MOST_OFF, MOST_OFF_QUANTIZED = {"fp32": 0.01, "bf16": 0.5}, 1.0
 """nats that a logprob of the probe may be off on average; other weights are off by several"""
 
 
@@ -60,16 +68,26 @@ class VllmSampler(DecodeSampler):
     def __init__(self, setup: SamplerSetup) -> None:
         super().__init__(setup)
         cfg, ranks = setup.cfg, setup.backend.ranks
-        server_process.refuse_encoders(setup.loaded.lm)
+        server_process.check_servable(cfg, setup.loaded.lm)
         self.logprobs_match = False
-        self.name = server_process.served_name(cfg, setup.loaded.export_config)
+        config = setup.loaded.export_config
+        self.name = server_process.served_name(cfg, config)
+        self._adapter = None if server_process.lora_rank(cfg, config) is None else \
+            setup.loaded.adapter
+        """the adapter, if servers get that by itself"""
+        if self._adapter is not None:
+            log.info("vLLM servers get the adapter by itself")
+        elif setup.loaded.adapter is not None:
+            log.info("vLLM servers get the adapter merged into its base: %s",
+                     server_process.why_merged(cfg, config))
         self._vocabulary = vocabulary_of(setup.loaded.lm)
         self.servers = [Server(url, cfg.rollout, self._vocabulary) for url in cfg.rollout.urls]
         self.version = ""
         """of the weights that responses have to come from"""
         self._lm: Any = None
-        self._ahead: Begun | None = None
+        self.ahead: BegunSamples | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
+        self._slept = False
         self._weights: WeightsFolder | None = None
         ranks.first_does(self._begin)
 
@@ -85,29 +103,40 @@ class VllmSampler(DecodeSampler):
         """As :class:`Sampler`: rank 0 gives the servers the weights, if they have others."""
         with super().acting(policy) as acting:
             ranks = self.setup.backend.ranks
-            if ranks.first_does(lambda: self._changed(acting.lm)) and self._ahead is not None:
-                ranks.all_do(self._ahead.settle, "rollout")
+            if ranks.first_does(lambda: self._changed(acting.lm)) and self.ahead is not None:
+                ranks.all_do(self.ahead.settle, "rollout")
+            if self.setup.cfg.rollout.sleep:
+                torch.cuda.empty_cache()  # what torch holds in reserve is no room for servers
             self.version = ranks.first_does(lambda: self._update(acting.lm))
             self._lm = acting.lm
             try:
                 yield acting
             finally:
                 self._lm = None
+            if self.setup.cfg.rollout.sleep:
+                ranks.gather(None)  # all have their samples
+                ranks.first_does(self._put_to_sleep)
 
     def _changed(self, lm: Any) -> bool:
         """Whether the policy has other weights than the last ones that were sent; they are held
         for servers in any case."""
-        cfg = self.setup.cfg
-        tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
+        cfg, adapter = self.setup.cfg, self._adapter
+        tensors = adapter_tensors(adapter) if adapter is not None else tensors_of(
+            lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
         changed = (digest := tensors_digest(tensors)) != self._digest
         self._digest, self._sent = digest, self._sent + changed
         self._weights = self._weights or WeightsFolder(cfg.rollout.weights_dir)
-        self._weights.write(lm, tensors, self._newest)
+        self._weights.write(partial(lm.save_pretrained, state_dict=tensors) if adapter is None else
+                            partial(write_adapter, adapter, tensors), self._newest)
         return changed
 
     @property
     def _newest(self) -> str:
         return f"{self._run}-{self._sent}"
+
+    def _model(self, version: str) -> str | None:
+        """The adapter that requests name."""
+        return None if self._adapter is None else version
 
     def _update(self, lm: Any) -> str:
         """The version that servers have from now on.
@@ -115,9 +144,12 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: one is lost, or says other tokens than we do.
         """
-        version, weights = self._newest, self._weights
+        version, weights, sleeps = self._newest, self._weights, self.setup.cfg.rollout.sleep
         assert weights is not None
-        todo = [one for one in self.servers if not one.holds(version)]
+        for server in self.servers if sleeps else ():
+            server.wake(None if self._adapter is not None else "weights")
+        dropped = sleeps and self._adapter is None
+        todo = [one for one in self.servers if dropped or not one.holds(version)]
         begun = [in_daemon(partial(self._give, one, weights), f"updating {one.url}")
                  for one in todo]
         for server, future in zip(todo, begun, strict=True):
@@ -127,8 +159,36 @@ class VllmSampler(DecodeSampler):
 
     def _give(self, server: Server, weights: WeightsFolder) -> None:
         server.check(self.name, 0)
-        weights.check_readable(server)
-        server.load(partial(weights.load, server), self._newest)
+        if self._adapter is None:
+            weights.check_readable(server)
+        send = weights.load if self._adapter is None else weights.load_adapter
+
+        def give() -> None:
+            send(server)
+            if self.setup.cfg.rollout.sleep:
+                server.wake("kv_cache")
+
+        server.load(give, self._newest)
+
+    def _put_to_sleep(self) -> None:
+        """Have servers give their memory back; the first time, log what came of it."""
+        device = self.setup.backend.device
+        before = room_here(cuda=device.type == "cuda", device=device)
+        # an adapter is sent without its base, which has to stay
+        asleep = [server.sleep(1 if self._adapter is not None else 2) for server in self.servers]
+        if self._slept:
+            return
+        self._slept = True
+        if not all(asleep):
+            log.warning("%s was told to sleep, and says that it doesn't (/is_sleeping).",
+                        self.servers[asleep.index(False)].url)
+        elif before.device is None:
+            log.warning("rollout.sleep does nothing here: vLLM on a CPU says that it sleeps, and "
+                        "keeps its memory.")
+        else:
+            room = room_here(cuda=True, device=device)
+            log.info("asleep, the servers give back %s of %s",
+                     format_memory(max((room.device or 0) - before.device, 0)), room.name)
 
     @torch.no_grad()
     def _probe(self, server: Server, lm: Any) -> None:
@@ -140,7 +200,8 @@ class VllmSampler(DecodeSampler):
         room = max_positions(lm) or 2**31
         ids = [(17 * i + 5) % self._vocabulary.size for i in range(min(PROBE, room // 2))]
         answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
-                                       "max_tokens": min(PROBED, room - len(ids))})
+                                       "max_tokens": min(PROBED, room - len(ids))},
+                                 self._model(self._newest))
         with self.setup.backend.autocast():
             tokens = torch.tensor([ids + answer.ids[:-1]], device=self.setup.backend.device)
             logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
@@ -148,7 +209,8 @@ class VllmSampler(DecodeSampler):
         ours = self._vocabulary.cut(logits, gaps).log_softmax(-1).cpu()
         logprobs = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
         off = (logprobs - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - logprobs
-        most = MOST_OFF[self.setup.cfg.hardware.precision]
+        cfg = self.setup.cfg
+        most = MOST_OFF_QUANTIZED if cfg.model.quantization else MOST_OFF[cfg.hardware.precision]
         if not float(off.mean()) <= most:
             raise SamplerError(
                 f"{server.url} says other tokens than the policy whose weights it was given: its "
@@ -180,7 +242,7 @@ class VllmSampler(DecodeSampler):
         rows = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
         begun = Begun(prompts, self.deal(rows, sampling_params(
             spec, self.setup.cfg.seed, stream, prompts.episodes)))
-        self._ahead = begun if ahead else self._ahead
+        self.ahead = begun if ahead else self.ahead
         return begun
 
     @contextmanager
@@ -188,11 +250,15 @@ class VllmSampler(DecodeSampler):
                  stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
         self._check_acting(model)
-        yield self._turns(episodes, spec, stream, stop.check)
+        yield self.turns(episodes, spec, stream, stop.check)
 
-    def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
-               poll: Callable[[], None]) -> Conversation:
-        """What servers say in the turns of these samples."""
+    def turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+              poll: Callable[[], None]) -> Conversation:
+        """What servers say in the turns of these samples, as long as they have these weights.
+
+        Args:
+            poll: called every now and then; may raise to stop.
+        """
         turns = Counter[int]()
 
         def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
@@ -231,7 +297,7 @@ class VllmSampler(DecodeSampler):
         version = self.version
 
         def ask(server: Server, row: int) -> Answer:
-            answer = server.generate(contexts[row], params[row])
+            answer = server.generate(contexts[row], params[row], self._model(version))
             if set(answer.versions) != {version}:
                 raise SamplerError(
                     f"{server.url} has sampled with weights {' and '.join(answer.versions)} instead"
@@ -260,7 +326,7 @@ class Begun:
         return single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers), None)
 
     def settle(self) -> None:
-        """Wait until no server works on them; raises as :meth:`take`."""
+        """As :class:`BegunSamples`."""
         self.take(slice(None), lambda: None)
 
 
@@ -271,8 +337,10 @@ def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, l
 
     Raises:
         SamplerError: which, and how to start it.
+        ConfigError: servers can't have such a model.
     """
     def check() -> None:
+        server_process.check_servable(cfg, facts)
         name = server_process.served_name(cfg, facts.config)
         for url in cfg.rollout.urls:
             Server(url, cfg.rollout).check(name, server_process.most_tokens(cfg, longest_prompt))
