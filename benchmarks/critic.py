@@ -228,7 +228,7 @@ def panels_of(found: list[Result]) -> list[Panel]:
             if len(curves) == len(PAIRS):
                 lines.append(Line(ESTIMATORS[estimator][0], [
                     (points[0][0], fmean(reward for _, reward in points))
-                    for points in zip(*curves, strict=True)]))
+                    for points in zip(*curves, strict=True)], run=MAIN.index(estimator)))
         if lines:
             panels.append(Panel(f"{name}: reward", lines, "episodes"))
     return panels
