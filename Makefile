@@ -29,8 +29,8 @@ SOAK ?=
 .NOTPARALLEL:
 .PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser test-vllm \
 	test-oldest mutants soak lint docs screenshots \
-	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks benchmark-busy \
-	benchmark-ahead bench bench-peers bench-peers-setup \
+	benchmark-learning benchmark-kinds benchmark-critic benchmark-startup benchmark-ranks \
+	benchmark-busy benchmark-ahead bench bench-peers bench-peers-setup \
 	bench-decode bench-supervised bench-gpu prove-gpu check-gpu clean
 
 help: ## list what make can do
@@ -120,6 +120,9 @@ benchmark-learning: $(VENV)/.installed ## train every offline recipe with five s
 
 benchmark-kinds: $(VENV)/.installed-dev ## train every kind of model and estimator, write the table of docs/kinds.md
 	@$(BIN)/python benchmarks/kinds.py --out docs/kinds.md
+
+benchmark-critic: $(VENV)/.installed-dev ## train with and without a critic, write the tables of docs/critic.md
+	@$(BIN)/python benchmarks/critic.py --out docs/critic.md --svg docs/critic.svg
 
 benchmark-startup: $(VENV)/.installed ## measure how long the command takes to answer
 	@$(BIN)/python benchmarks/startup.py

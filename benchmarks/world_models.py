@@ -36,20 +36,20 @@ def tokenizer_of(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, rows: Rows, passes: int
-            ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Minibatches of 64 texts, and their labels."""
+def batches(tokenizer: PreTrainedTokenizerFast, rows: Rows, passes: int,
+            longest: int = 64) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Minibatches of 64 texts of at most ``longest`` tokens, and their labels."""
     order = random.Random(SEED)
     for _ in range(passes):
         rows = order.sample(rows, len(rows))
         for part in (rows[i:i + 64] for i in range(0, len(rows), 64)):
             yield tokenizer([text + "<eos>" for text, _ in part], padding=True, truncation=True,
-                            max_length=64, return_tensors="pt", return_token_type_ids=False
+                            max_length=longest, return_tensors="pt", return_token_type_ids=False
                             ), torch.tensor([label for _, label in part])
 
 
 def fit(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rows: Rows, *, passes: int,
-        lr: float) -> float:
+        lr: float, longest: int = 64) -> float:
     """Train with AdamW and a rate that falls linearly; returns the mean loss of the last pass."""
     torch.manual_seed(SEED)
     model.train()
@@ -57,7 +57,7 @@ def fit(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rows: Rows, 
     updates = passes * math.ceil(len(rows) / 64)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / updates)
     losses = []
-    for inputs, labels in batches(tokenizer, rows, passes):
+    for inputs, labels in batches(tokenizer, rows, passes, longest):
         targets = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         loss = model(**inputs, labels=targets if isinstance(model, GPT2LMHeadModel) else labels
                      ).loss
@@ -72,10 +72,10 @@ def fit(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rows: Rows, 
     return sum(last) / len(last)
 
 
-def gpt2(vocabulary: int, width: int, layers: int) -> GPT2LMHeadModel:
+def gpt2(vocabulary: int, width: int, layers: int, positions: int = 64) -> GPT2LMHeadModel:
     torch.manual_seed(SEED)
     return GPT2LMHeadModel(GPT2Config(
-        vocab_size=vocabulary, n_positions=64, n_embd=width, n_layer=layers, n_head=4,
+        vocab_size=vocabulary, n_positions=positions, n_embd=width, n_layer=layers, n_head=4,
         pad_token_id=0, eos_token_id=1, bos_token_id=1))
 
 

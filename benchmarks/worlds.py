@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from nim import Nim
+from opinions import SUBJECTS, VERBS, opinion, review
 from world_models import (
     SEED,
     Rows,
@@ -71,31 +72,10 @@ def sentences(folder: Path) -> None:
                  lexicon, vocabulary=1024, width=96, layers=3, passes=2, judge_rows=6000)
 
 
-SUBJECTS = ("The soup", "The waiter", "My steak", "Our table", "The bread", "That pasta",
-            "The dessert", "The wine list", "Breakfast", "The patio", "Their coffee", "The bill",
-            "The chef", "Lunch", "The salad", "The fish", "Dinner for two", "The kitchen",
-            "Her omelette", "The terrace", "The music", "His curry", "The menu", "The staff")
-GOOD = ("delicious", "friendly", "fresh", "cozy", "generous", "perfect", "charming", "superb")
-BAD = ("cold", "rude", "stale", "noisy", "overpriced", "bland", "dirty", "greasy")
-NEITHER = ("large", "Italian", "crowded", "simple", "new", "local", "spicy", "familiar")
-VERBS = ("was", "seemed", "turned out", "felt")
-ADVERBS = ("", "really ", "a little ", "quite ", "rather ", "truly ")
-ENDS = ("", " tonight", " as always", " for the price", " last Sunday", " in the end")
-
-
-def _opinion(rng: random.Random, subject: str) -> tuple[str, int]:
-    """A sentence, and whether it has more praise than blame."""
-    words = [rng.choice(rng.choice((GOOD, BAD, NEITHER))) for _ in range(rng.randint(1, 3))]
-    text = (" and " if rng.random() < 0.6 else ", ").join(
-        rng.choice(ADVERBS) + word for word in words)
-    score = sum((word in GOOD) - (word in BAD) for word in words) or rng.choice((-1, 1))
-    return f"{subject} {rng.choice(VERBS)} {text}{rng.choice(ENDS)}.", int(score > 0)
-
-
 def restaurants(folder: Path) -> None:
     """6,000 sentences about restaurants from a grammar, praise or blame; 0.7M weights."""
     rng = random.Random(SEED)
-    rows = [_opinion(rng, rng.choice(SUBJECTS)) for _ in range(6000)]
+    rows = [opinion(rng, rng.choice(SUBJECTS)) for _ in range(6000)]
     tokenizer = tokenizer_of([text for text, _ in rows], 512)
     lm, judge = gpt2(512, 128, 3), bert(512, 64, 2)
     facts = {"loss": fit(lm, tokenizer, rows, passes=4, lr=2e-3)}
@@ -104,6 +84,20 @@ def restaurants(folder: Path) -> None:
     prompts, held_back = (prompts_of([f"{subject} {verb}" for subject in part for verb in VERBS])
                           for part in (SUBJECTS[:-6], SUBJECTS[-6:]))
     write(folder, lm, judge, tokenizer, prompts, held_back, facts)
+
+
+def critiques(folder: Path) -> None:
+    """3,000 reviews of 24 sentences each about restaurants, in a mood that lasts; a prompt is the
+    first sentence. Each sentence of a response is scored by ``opinions.py``."""
+    rng = random.Random(SEED)
+    reviews = [review(rng, 24) for _ in range(3000)]
+    rows = [(" ".join(sentences), 0) for sentences in reviews]
+    tokenizer = tokenizer_of([text for text, _ in rows], 384)
+    lm = gpt2(384, 64, 2, positions=192)
+    facts = {"parameters": sum(p.numel() for p in lm.parameters()),
+             "loss": fit(lm, tokenizer, rows, passes=8, lr=3e-3, longest=192)}
+    first = list(dict.fromkeys(sentences[0] for sentences in reviews))
+    write(folder, lm, None, tokenizer, prompts_of(first[256:]), prompts_of(first[:256]), facts)
 
 
 MATHEMATICS, LEARNING = ("sympy", "networkx"), ("torch", "transformers")
@@ -200,6 +194,9 @@ WORLDS = {
     "docstrings": World(docstrings, 4),
     "nim": World(nim, 768, (f"env.fn={Path(__file__).resolve().with_name('nim.py')}:Nim",
                             "env.max_turns=8", "env.max_tokens=48", "generation.max_new_tokens=3")),
+    "critiques": World(critiques, 2, (
+        f"reward.fn={Path(__file__).resolve().with_name('opinions.py')}:per_sentence",
+        "reward.step_separator=.", "generation.max_new_tokens=128")),
     "sums": World(sums, 8, ("reward.fn=answer", "generation.max_new_tokens=6")),
 }
 
