@@ -70,11 +70,12 @@ def run_job(folder: Path, name: str, config: dict, *words: str, world: int, scri
 
 
 def largest_difference(one: dict, other: dict, prefix: str) -> float:
-    """Over all tensors whose names begin so, which both must have."""
+    """Over all tensors whose names begin so, which both must have; of numbers above 1 relative."""
     names = [name for name in one if name.startswith(prefix)]
     assert names
     assert set(names) == {name for name in other if name.startswith(prefix)}
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in names
+    return max(float(((one[name].double() - other[name].double()).abs()
+                      / one[name].double().abs().clamp(min=1)).max()) for name in names
                if one[name].numel())
 
 
@@ -84,7 +85,8 @@ def assert_same_update(one: dict, other: dict, tolerance: float = 1e-6) -> None:
     times the tolerance of one."""
     assert other["counts"].tolist() == one["counts"].tolist()
     for prefix in ("experience/", "terms", "weight/"):
-        assert largest_difference(one, other, prefix) < tolerance, prefix
+        difference = largest_difference(one, other, prefix)
+        assert difference < tolerance, (prefix, difference)
     tokens = ODD["generation.max_new_tokens"]
     assert largest_difference(one, other, "eval") < tolerance * tokens
 

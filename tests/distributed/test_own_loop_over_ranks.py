@@ -17,7 +17,7 @@ def test_ranks_with_queries_of_their_own_make_the_step_of_one_process(tmp_path):
     words = [f"model.path={lm}", f"prompts.path={lm.parent / 'prompts.jsonl'}", *WORDS,
              "ppo.num_rollouts=5", "ppo.num_steps=3", "ppo.mini_batch_size=3",
              "ppo.micro_batch_size=2", "ppo.kl_controller=adaptive", "reward.scale=running",
-             "ppo.optimizer.name=sgd", "ppo.optimizer.lr=1e-2"]
+             "ppo.optimizer.name=sgd", "ppo.optimizer.lr=1e-2", "ppo.step_kl=null"]
     one, many = (run_job(
         tmp_path, name, {"words": [*words, f"output_dir={tmp_path / name}"]}, world=world,
         script=SCRIPT) for name, world in (("one", 1), ("many", 2)))

@@ -117,18 +117,16 @@ def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
 
 @pytest.mark.slow
 def test_scoring_beside_generation_keeps_ranks_in_step(world):
-    """With drawn lengths, a sweep at evaluation and the reference's responses: all that ranks
-    share out among them."""
+    """With drawn lengths and repeated evaluation prompts: all that ranks share out among them."""
     more = ("reward.overlap=always", "ppo.chunk_size=2", "generation.length_sampler=[3,6]",
-            "generation.eval.top_k=[0,3]", "eval.ref_responses=true", "prompts.eval.repeat=2",
-            "tracking.log_rollouts=true", "ppo.num_steps=2")
+            "prompts.eval.repeat=2", "tracking.log_rollouts=true", "ppo.num_steps=2")
     run("train", *words("run_name=one", *more), cwd=world, code=0)
     run("train", *words("run_name=two", "hardware=ddp", *more), cwd=world, code=0)
     left, right = (world / "runs" / name for name in ("one", "two"))
     assert close_to(stable_rows(right / "metrics.jsonl"), stable_rows(left / "metrics.jsonl"))
 
     def told(folder: Path) -> list[tuple]:
-        return [(row["step"], row["kind"], row["response"], row.get("ref_response"))
+        return [(row["step"], row["kind"], row["response"])
                 for row in jsonl(folder / "samples.jsonl")
                 if row["step"] < 2]  # by one policy on all processes
 
