@@ -35,13 +35,16 @@ _TERMS = (
     ("loss/total_avg", "total", ""), ("loss/policy_avg", "policy", ""),
     ("policy/approxkl_avg", "approx_kl_squared", ""), ("policy/policykl_avg", "approx_kl", ""),
     ("policy/clipfrac_avg", "policy_clipfrac", ""), ("policy/grad_norm", "grad_norm", ""),
-    ("policy/max_log_ratio", "max_log_ratio", ""), ("val/ratio", "ratio", ""),
+    ("policy/max_log_ratio", "max_log_ratio", ""), ("val/ratio", "ratio", ""), ("lr", "lr", ""),
+    ("updates_skipped", "skipped", ""), ("early_stopped", "early_stopped", ""),
     ("loss/value_avg", "value", "critic"), ("val/clipfrac_avg", "value_clipfrac", "critic"),
-    ("val/error", "value_error", "critic"),
+    ("val/error", "value_error", "critic"), ("val/var_explained", "explained", "critic"),
+    ("val/returns_mean", "returns_mean", "critic"),
+    ("objective/ent_coef", "ent_coef", "ent_coef_end"),
     ("policy/entropy_avg", "entropy", "entropy"),  # else objective/entropy, the sampled estimate
     ("loss/kl_avg", "kl", "kl"), ("loss/positive_nll_avg", "nll", "nll"),
     ("loss/ptx", "ptx", "ptx"), ("policy/dual_clipfrac_avg", "dual_clipfrac", "dual_clip"))
-"""figures of a step that are terms of its loss: name, term, and what must be on for it"""
+"""figures of phase 2: name, term of the loss or what else is known, and what must be on for it"""
 DECODING_DIFFERS = (
     "The log-probabilities of decoding differ from those of a forward pass over the same tokens: "
     "{:.2g} nats apart (root mean square; up to {:.2g}). From now on they come from a forward pass."
@@ -201,23 +204,22 @@ def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = 
 def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
                      ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
-    terms, extras, returns = result.terms, experience.extras, experience.returns
+    extras, returns = experience.extras, experience.returns
+    terms = result.terms | {"lr": result.lr, "skipped": float(result.skipped),
+                            "early_stopped": float(result.early_stopped),
+                            "ent_coef": experience.options.ent_coef}
     enabled = {"critic": returns is not None, "entropy": tasks.wants_entropy(ppo),
+               "ent_coef_end": ppo.ent_coef_end is not None,
                "kl": extras.ref_logprobs is not None, "nll": extras.imitated is not None,
                "ptx": extras.examples is not None, "dual_clip": ppo.dual_clip is not None}
-    figures = {name: terms.get(term, math.nan)
-               for name, term, part in _TERMS if enabled.get(part, True)}
-    figures |= {"lr": result.lr, "updates_skipped": float(result.skipped),
-                "early_stopped": float(result.early_stopped)}
     if returns is not None:
         returns = returns.cpu()[experience.sequences.mask].double()
         variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-        figures |= {
-            "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
-            "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
-    if ppo.ent_coef_end is not None:
-        figures["objective/ent_coef"] = experience.options.ent_coef
-    return figures
+        error = terms.get("value_error", math.nan)
+        terms |= {"explained": 1.0 - error / variance if variance else math.nan,
+                  "returns_mean": float(returns.mean()) if returns.numel() else math.nan}
+    return {name: terms.get(term, math.nan)
+            for name, term, part in _TERMS if enabled.get(part, True)}
 
 
 def sample_rows(columns: Mapping[str, Sequence[Any]],

@@ -70,12 +70,11 @@ def run_job(folder: Path, name: str, config: dict, *words: str, world: int, scri
 
 
 def largest_difference(one: dict, other: dict, prefix: str) -> float:
-    """Over all tensors whose names begin so, which both must have; of numbers above 1 relative."""
+    """Over all tensors whose names begin so, which both must have."""
     names = [name for name in one if name.startswith(prefix)]
     assert names
     assert set(names) == {name for name in other if name.startswith(prefix)}
-    return max(float(((one[name].double() - other[name].double()).abs()
-                      / one[name].double().abs().clamp(min=1)).max()) for name in names
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in names
                if one[name].numel())
 
 

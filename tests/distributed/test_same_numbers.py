@@ -101,7 +101,7 @@ def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path,
 
 
 PLAYS = {"env.fn": "played:Words", "env.max_turns": 3, "env.max_tokens": 40,
-         "generation.max_new_tokens": 5, "ppo.gae_unit": "turn"}
+         "generation.max_new_tokens": 5, "ppo.gae_unit": "turn", "ppo.gamma": 0.5}
 GROUPS = {"ppo.advantage": "grpo", "ppo.n": 2, "ppo.num_rollouts": 14, "ppo.gae_unit": "token"}
 
 
