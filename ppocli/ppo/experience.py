@@ -256,8 +256,8 @@ def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, progr
     options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=coef, kl_coef=kl_coef,
-        kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
-        nll_coef=ppo.positive_nll_coef)
+        kl_estimator=tasks.kl_term(ppo)[1], policy_loss=ppo.policy_loss,
+        has_entropy=max(ppo.ent_coef, ppo.ent_coef_end or 0.0) > 0, nll_coef=ppo.positive_nll_coef)
     extras = ExperienceExtras(
         counts=counts, importance=importance, frozen_states=kept.extras.frozen_states,
         pretrains=pretrains)
@@ -373,7 +373,7 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
         states = torch.cat([extras.ref_states[i] for i in rows.tolist()])
         other = head.OtherHead(to_device(states, session.backend.device), extras.ref_head)
     forward = partial(session.trained.engine, temperature=session.sampling.temperature,
-                      want_entropy=tasks.wants_entropy(session.cfg.ppo), value_only=value_only,
+                      want_entropy=experience.options.has_entropy, value_only=value_only,
                       reference=other)
     if session.policy.split is not None and extras.frozen_states:
         forward = partial(_replay_top, session, extras.frozen_states, rows.tolist(), samples,

@@ -186,6 +186,8 @@ class LossOptions:
     """None: values are not clipped"""
     vf_coef: float = 0.0
     ent_coef: float = 0.0
+    has_entropy: bool = False
+    """whether the entropy is a term of the loss, now or later in the run"""
     nll_coef: float = 0.0
     """of the likelihood of imitated tokens"""
     kl_coef: float = 0.0

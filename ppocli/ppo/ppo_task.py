@@ -180,7 +180,7 @@ class PPOTask(task.Task):
         cfg = self.cfg
         if not self._steered_roles or result.terms["grad_norm"] <= NO_GRADIENT:
             return rate
-        shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(cfg, state))
+        shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(state))
         return next_rate(rate, moved, (cfg.ppo.step_kl or 0.0) * shape**2)
 
     def on_step_end(self, state: TrainState) -> None:

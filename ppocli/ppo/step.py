@@ -60,7 +60,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     ppo, kept = cfg.ppo, rollout
     if not bool(rollout.valid.all()):
         kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
-    mask, kl_in = kept.sequences.mask, tasks.kl_in(ppo)
+    mask, (kl_in, _) = kept.sequences.mask, tasks.kl_term(ppo)
     # a KL that is rounding alone is not charged: whitening, and Adam, would make a signal of it
     moved = not bool((kept.k1.abs() <= losses.ROUNDING).all())  # NaN is no rounding
     if cfg.reward.scale != "none":

@@ -107,7 +107,7 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     coefficient that its rewards, or its loss, were charged with."""
     mask, extras, kl, penalty = rollout.sequences.mask, rollout.extras, rollout.sequence_kl, 0.0
     lengths, (score, std) = mask.sum(1).double(), mean_std(rollout.valid_scores)
-    if tasks.kl_in(cfg.ppo) == "reward":
+    if tasks.kl_term(cfg.ppo)[0] == "reward":
         penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
         "reward/mean": score, "reward/std": std,
@@ -208,7 +208,7 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
     terms = result.terms | {"lr": result.lr, "skipped": float(result.skipped),
                             "early_stopped": float(result.early_stopped),
                             "ent_coef": experience.options.ent_coef}
-    enabled = {"critic": returns is not None, "entropy": tasks.wants_entropy(ppo),
+    enabled = {"critic": returns is not None, "entropy": experience.options.has_entropy,
                "ent_coef_end": ppo.ent_coef_end is not None,
                "kl": extras.ref_logprobs is not None, "nll": extras.imitated is not None,
                "ptx": extras.examples is not None, "dual_clip": ppo.dual_clip is not None}

@@ -194,7 +194,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
     the phase would outlast the grace time: the weights are then between two steps and must not be
     saved."""
     groups, trained, ranks = plan.groups, task.trained, task.backend.ranks
-    total_updates, started = task.length.total_updates(task.cfg, state), perf_counter()
+    total_updates, started = task.length.total_updates(state), perf_counter()
     verdicts, first, rows = Counter[Verdict](), dict[str, dict[str, float]](), list[list[float]]()
     made = dict[str, list[dict[str, float]]]()
     nonfinite, tokens, lr, names = state.nonfinite, 0, 0.0, (*task.terms, "grad_norm")
@@ -250,7 +250,7 @@ def _warn_nonfinite(task: Task, terms: dict[str, float], count: int, step: int) 
     Raises:
         DivergedError: ``max_nonfinite`` in a row were not finite.
     """
-    most, section = tasks.updates_of(task.cfg).max_nonfinite, tasks.updates_section(task.cfg)
+    most, section = task.update_settings.max_nonfinite, tasks.updates_section(task.cfg)
     names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
     log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a row, the "
                 "run stops at %s.max_nonfinite=%d).", names or "grad_norm", count, section, most)
@@ -288,7 +288,7 @@ def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
     work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
     if task.trained.dropouts:
         work = partial(_with_dropout, task, number, work)
-    rows = min(tasks.rows_per_pass(tasks.updates_of(task.cfg)), -(-len(group.rows) // world))
+    rows = min(task.rows_per_pass, -(-len(group.rows) // world))
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
     repeat = passes.retry if world == 1 and task.backend.zero_stage == 0 else passes.once
     verdict, terms, tokens = repeat("optimize", rows, int(group.tokens.max()), work)
@@ -361,9 +361,8 @@ def shard_by_length(task: Task, lengths: torch.Tensor, phase: str) -> list[torch
     """This rank's part of some atoms, of which a pass reads ``lengths`` [A] tokens, longest first,
     in groups of one pass of the phase. Ranks take atoms in turn in the order of their lengths, so
     that all have like work, and have the same number of groups, some of them empty."""
-    ranks, settings = task.backend.ranks, tasks.updates_of(task.cfg)
-    size = task.passes.limit(phase, tasks.rows_per_pass(settings))
-    order, most = longest_first(lengths), settings.micro_batch_tokens
+    ranks, size = task.backend.ranks, task.passes.limit(phase, task.rows_per_pass)
+    order, most = longest_first(lengths), task.update_settings.micro_batch_tokens
     shard = in_groups(order[ranks.rank::ranks.world], lengths, size, most)
     if ranks.world > 1:
         passes = max(len(in_groups(order[rank::ranks.world], lengths, size, most))

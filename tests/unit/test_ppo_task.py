@@ -132,8 +132,7 @@ def test_passes_of_the_critic_alone_come_first_in_an_order_of_their_own(tmp_path
         plain = plan_updates(session, experience, 0).groups
         session.cfg.ppo.critic_epochs = 2
         groups = plan_updates(session, experience, 0).groups
-        assert PPOTask(session).length.total_updates(
-            session.cfg, TrainState({}, "")) == 2 * len(groups)
+        assert PPOTask(session).length.total_updates(TrainState({}, "")) == 2 * len(groups)
     assert [group.epoch for group in groups] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [group.part for group in groups] == ["critic"] * 4 + ["all"] * 4
     assert [g.rows.tolist() for g in groups[4:]] == [g.rows.tolist() for g in plain]
