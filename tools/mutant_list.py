@@ -143,7 +143,7 @@ ENGINE = (
            "live.positions[:, -1:] + (~live.done)[:, None]", "live.positions[:, -1:] + 1",
            ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
             "position_that_the_model_lacks",)),
-    Mutant("waits_for_every_token", "ppocli/sampling/decode_state.py",
+    Mutant("waits_for_every_token", "ppocli/sampling/sampler.py",
            'device.type == "cpu" else CHECK_EVERY', 'device.type == "cpu" else 1',
            ("tests/unit/test_accelerator.py::"
             "test_what_runs_on_a_simulated_accelerator[not slow]",)),
