@@ -147,7 +147,7 @@ MODELS = (
         ("kl_of_the_other_side", "models/head.py", "log_ratio.mul_(log_p.exp_()).sum(-1)",
          "log_ratio.mul_((log_p - log_ratio).exp_()).sum(-1)", DEFINITIONS),
         ("gradient_without_the_target", "models/head.py",
-         "grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])", "grad", DEFINITIONS),
+         "grad.scatter_add_(-1, targets[part, None], upstream)", "", DEFINITIONS),
         ("cap_without_temperature", "models/head.py", "tanh_().mul_(cap / temperature)",
          "tanh_().mul_(cap)", DEFINITIONS)),
     *noticed_by(

@@ -130,9 +130,8 @@ def steers_rate(ppo: schema.PPOConfig) -> bool:
 def kl_term(ppo: schema.PPOConfig) -> tuple[str, str]:
     """Where the KL is charged, ``reward`` or ``loss``, and the name of its estimate. With a critic,
     estimates whose gradient is no KL's (k1, abs), or that need the whole reference in the loss
-    (full), go into the reward. Without a name it is k1 there, which in the loss would have no
-    gradient on average; in the loss it is k3+, whose gradient is that of the KL, or k3, GRPO's, for
-    estimators without a critic."""
+    (full), go into the reward. The default is k1 there; in the loss, where k1 has no gradient on
+    average, it is k3+, whose gradient is the KL's, or k3, GRPO's, without a critic."""
     advantage = ESTIMATORS[ppo.advantage]
     in_reward = advantage.needs_critic and ppo.kl_estimator in ("k1", "abs", "full")
     place = ppo.kl_in or ("reward" if in_reward else advantage.kl_in)

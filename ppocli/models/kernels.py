@@ -50,8 +50,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         if plain and query.device.type == "cuda" and (
                 out := _over_packed(query, key, value, packing, scaling)) is not None:
             return out, None
-        query, key = layout.to_grid(query, packing), layout.to_grid(key, packing)
-        value = layout.to_grid(value, packing)
+        query, key, value = map(partial(layout.to_grid, packing=packing), (query, key, value))
     if plain and _is_short(query, key, attention_mask):
         if (causal := kwargs.get("is_causal")) is None:
             causal = getattr(module, "is_causal", True)

@@ -305,12 +305,11 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: d
     samples, count = chunk.samples, len(chunk.responses)
     columns = measured if count == len(chunk.out) else rows_of(measured, slice(count))
     logprobs, values = columns["logprobs"], columns["values"]
-    extras = RolloutExtras(frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
-                           sampler_logprobs=None if logprobs is None else samples.logprobs)
-    if scores.dense is not None:
-        extras = replace(extras, dense=_on_tokens(scores.dense, samples.mask))
-    if samples.episodes:
-        extras = replace(extras, episodes=without_environments(samples.episodes))
+    extras = RolloutExtras(
+        frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
+        dense=None if scores.dense is None else _on_tokens(scores.dense, samples.mask),
+        sampler_logprobs=None if logprobs is None else samples.logprobs,
+        episodes=without_environments(samples.episodes) if samples.episodes else [])
     return Rollout(
         chunk.prompts, samples.sequences, samples.logprobs if logprobs is None else logprobs,
         columns["ref_logprobs"], samples.values if values is None else values, columns["kl"],

@@ -95,10 +95,8 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and biased standard deviation; NaN without any."""
-    middle, squares = mean(values), list[float]()
-    for value in values:
-        squares.append((value - middle) ** 2)
-    return middle, math.sqrt(mean(squares))
+    middle = mean(values)
+    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
@@ -352,9 +350,8 @@ def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: f
 
 def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
           state: TrainState) -> tuple[PPOState, list[str]]:
-    """Count the unhealthy signs of a step with the figures of ``row``, of which ``state`` is before
-    it; the state with its counters, and the sentences to show: one each time a sign has lasted
-    ``PATIENCE`` steps."""
+    """Count the unhealthy signs of the step after ``state`` by the figures of ``row``: the PPO
+    state with the counts, and a sentence for each sign that has now lasted ``PATIENCE`` steps."""
     ppo, length, scores = session.cfg.ppo, row["rollout/response_tokens_mean"], rollout.valid_scores
     first, falling = length if before.first_length is None else before.first_length, None
     alike = alike_share(rollout, ppo.n) if ESTIMATORS[ppo.advantage].needs_groups else 0.0

@@ -218,6 +218,7 @@ class SampleReader:
             self.end = list(tokenizer(end, add_special_tokens=False)["input_ids"]) if end else []
         elif stored is not None:
             self.end = [stored]
+        self.room = None if max_length is None else max(max_length - len(self.end), 1)
         self.end_text = end or (tokenizer.decode(self.end) if self.end else "")
         # transformers' decoders read the last token that doesn't pad, in training as well
         pad = config.get_text_config().pad_token_id
@@ -286,11 +287,9 @@ class SampleReader:
                 for name, rows in columns.items()}
 
     def _encoded(self, texts: list[str], pairs: list[str] | None, *, special: bool) -> Columns:
-        tokenizer, room = self.tokenizer, self.max_length
-        if room is not None:
-            room = max(room - len(self.end), 1)
-        encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
-                            return_attention_mask=True, add_special_tokens=special)
+        encoded = self.tokenizer(texts, pairs, truncation=self.room is not None,
+                                 max_length=self.room, return_attention_mask=True,
+                                 add_special_tokens=special)
         # fast tokenizers report the texts that they have cut
         cut = [encoding for encoding in encoded.encodings or () if encoding.overflowing]
         if cut and not self._noted_cut:
@@ -299,7 +298,7 @@ class SampleReader:
         if not all(columns["input_ids"]):
             # the model needs at least one token: some tokenizers return none for an empty text
             columns = self._with_fillers(columns)
-        if tokenizer.bos_token_id is not None or self.unread is not None:
+        if self.tokenizer.bos_token_id is not None or self.unread is not None:
             self._trim(columns)
         return self._ended(columns) if self.end else columns
 

@@ -161,10 +161,9 @@ class Generators:
         if device.type != "cpu":
             tensors[device.type] = torch.get_device_module(device).get_rng_state(device)
         layout, numbers, gauss = random.getstate()
-        kind, keys, position, has_gauss, cached = np.random.get_state()
-        return Generators(tensors, {
-            "python": [layout, list(numbers), gauss],
-            "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached]})
+        kind, keys, *rest = np.random.get_state()
+        return Generators(tensors, {"python": [layout, list(numbers), gauss],
+                                    "numpy": [kind, np.asarray(keys).tolist(), *rest]})
 
     def restore(self, device: torch.device) -> None:
         """Put the states back."""

@@ -4,7 +4,7 @@ has moved, which samples come next and in which order they are learnt from."""
 import copy
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -182,7 +182,7 @@ def test_pretraining_ends_when_the_returns_are_explained_or_the_steps_are_made(t
         after = after_step(state, rollout, experience, cfg, step)
         assert after.pretrained_at == at
         assert ("explains 0.500 of the variance" in caplog.text) == (at is not None)
-        assert PPOState.from_json(after.to_json()) == after
+        assert PPOState.from_json(asdict(after)) == after
 
 
 def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others(tmp_path):
