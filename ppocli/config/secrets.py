@@ -62,7 +62,8 @@ def secret_values(environment: frozenset[tuple[str, str]]) -> frozenset[str]:
 
 
 def hide_secrets(text: str, further: Iterable[str] = ()) -> str:
-    """``text`` with ``further`` secrets, the environment's, and what looks like one as ``***``."""
+    """``text`` with ``further`` secrets, those of this process's environment, passwords in URLs and
+    what looks like a token replaced by ``***``."""
     values = secret_values(frozenset(os.environ.items())) | SENT
     for value in sorted(values.union(further), key=len, reverse=True):
         if len(value) >= _SHORTEST:

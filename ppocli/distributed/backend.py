@@ -236,7 +236,7 @@ def without_autocast_cache(work: Callable[[], T]) -> T:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor.to(device)`` by pinned memory: other copies wait for the device's earlier work."""
+    """``tensor.to(device)``, from the host by pinned memory: other copies wait for earlier work."""
     if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -38,10 +38,9 @@ _BEYOND = ("position_bias", "cache", "softcap", "s_aux")
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: torch.Tensor | None, dropout: float = 0.0,
               scaling: float | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """What transformers asks of an attention function: [B, T, H, D], and no weights, of queries
-    [B, H, T, D], keys and values [B, G, S, D] with G dividing H. The mask is bool (true: attend) or
-    added to the scores, [B or 1, 1, T, S]; None: causal for several queries; or that of a
-    :class:`ppocli.models.layout.Packing`."""
+    """What transformers asks of an attention function: [B, T, H, D], and no weights, of queries [B,
+    H, T, D], keys and values [B, G, S, D] with G dividing H. The mask is bool (true: attend) or
+    added to the scores, [B or 1, 1, T, S]; None: causal for several queries; or a packing's."""
     packing = getattr(attention_mask, layout.PACKING, None)
     if hasattr(attention_mask, layout.PACKING):
         attention_mask = None

@@ -187,7 +187,7 @@ class Policy(nn.Module):
                 reference: OtherHead | None = None, all_rows: bool = False) -> TokenFigures:
         """Logprobs, values and (on demand) entropies of the batch's response tokens, and the KL to
         the ``reference`` over the whole vocabulary. With ``value_only`` logprobs and the policy's
-        states carry no gradient; with ``all_rows`` output rows without a token count."""
+        states carry no gradient; with ``all_rows`` the output's rows without a token count too."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             figures = token_logprobs(

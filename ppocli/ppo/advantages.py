@@ -70,7 +70,7 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
     a sample's last token is 0, whether or not it ended by itself (truncation is terminal). With
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
-    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``: another one, or [B]."""
+    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``, one or [B], replaces theirs."""
     values: Any = samples.values
     if lam is None:
         lam = samples.lam if samples.lam_alpha is None else _adaptive_lam(

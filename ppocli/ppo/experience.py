@@ -203,8 +203,8 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
 
 def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOConfig, *,
                         pretrains: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Advantages and returns [B, R] by ``ppo.advantage``; returns are None without a critic. A
-    prompt's valid samples are their whole group. With ``pretrains`` the value function learns what
+    """Advantages and returns [B, R] by ``ppo.advantage``; returns are None without a critic. The
+    valid samples of a prompt are its whole group. With ``pretrains`` the value function learns what
     really followed, ``R_t = sum over k >= t of gamma^(k-t) r_k``, and nothing of its own estimates
     (VC-PPO, Yuan et al. 2025, arXiv 2503.01491, section on value pretraining)."""
     estimator = ESTIMATORS[ppo.advantage]

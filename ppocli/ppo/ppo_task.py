@@ -168,8 +168,8 @@ class PPOTask(task.Task):
 
     def _count_more(self, state: TrainState, after: PPOState, batch: Rollout, tokens: int
                     ) -> tuple[PPOState, int]:
-        """The state with the samples and examples counted that are not in the batch, and the tokens
-        sampled in this step, where those of the batch are so many ``tokens``."""
+        """The state that counts samples and examples beyond the batch, and the tokens sampled in
+        this step; the batch has ``tokens``."""
         extras = batch.extras
         if self.session.examples is not None:
             after = replace(after, mixed_in=after.mixed_in + examples_of(self.cfg.ppo, len(batch)))

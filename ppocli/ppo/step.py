@@ -53,8 +53,8 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
                   progress: float = 0.0, pretrains: bool = False) -> Experience:
     """Token rewards, advantages and returns [B, R] of the samples with a valid score, with the KL
-    coefficient of ``state``, that before this rollout. ``progress`` is 0 in the run's first step, 1
-    in the last; if it ``pretrains``, the value function alone learns, from lambda-1 returns."""
+    coefficient of ``state``, that before this rollout. ``progress`` is 0 in the first step, 1 in
+    the last; if it ``pretrains``, the value function alone learns, from returns of lambda 1."""
     ppo, kept = cfg.ppo, rollout
     if not bool(rollout.valid.all()):
         kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
@@ -121,7 +121,7 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
 def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
          group: UpdateGroup) -> tuple[losses.PPOLoss, int]:
     """:func:`~ppocli.ppo.losses.ppo_loss` of the present policy at ``rows`` [b] of the experience,
-    whose tokens have these ``weights`` [b] in the update of the ``group``; the tokens computed."""
+    whose tokens have ``weights`` [b] in the ``group``'s update; and the tokens computed."""
     extras, mask = experience.extras, experience.sequences.mask[rows]
     device, lengths = session.backend.device, mask.sum(1)
     policy, tokens = exp.replay(session, experience, rows, value_only=group.part == CRITIC)

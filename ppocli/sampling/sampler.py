@@ -28,13 +28,7 @@ from ppocli.models.transformers_internals import allows_gaps, caches_all_keys
 from ppocli.runs import faults
 from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import Conversation, KeptKeys
-from ppocli.sampling.decode_state import (
-    CHECK_EVERY,
-    SHRINK_AT,
-    Decoder,
-    DecodeState,
-    LiveRows,
-)
+from ppocli.sampling.decode_state import CHECK_EVERY, SHRINK_AT, Decoder, DecodeState, LiveRows
 from ppocli.sampling.samples import (
     Generation,
     Samples,

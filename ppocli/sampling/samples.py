@@ -317,8 +317,7 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [b] int64 and their logprobs [b] fp32 under softmax(logits / temperature), before
     any restriction, from raw logits [b, V] and ``uniform`` [b] in (0, 1) behind ``position`` [b]
-    tokens. ``stops`` are the ``spec.stop_ids`` on the device; ``seen`` [b, V] bool what a
-    repetition penalty makes less likely."""
+    tokens. ``stops``: ``spec.stop_ids`` on the device; ``seen`` [b, V] bool: penalised tokens."""
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
