@@ -11,15 +11,7 @@ from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import generate
 from ppocli.cli.options import WORDS, Command, flag, option
 from ppocli.cli.sweep_show import sweep_app
-from ppocli.cli.train import (
-    resume,
-    resume_sweep,
-    reward_model,
-    sft,
-    train,
-    train_help,
-    validate,
-)
+from ppocli.cli.train import resume, resume_sweep, reward_model, sft, train, train_help, validate
 from ppocli.distributed.standard_output import put
 from ppocli.distributed.torch_settings import wait_passively
 from ppocli.version import __version__

@@ -14,11 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ppocli.config.text import (
-    clean,
-    printable,
-    user_line,
-)
+from ppocli.config.text import clean, printable, user_line
 from ppocli.distributed.ranks import StopFlag, StopRequested
 from ppocli.distributed.standard_output import put, reserve_stdout, result_stream
 from ppocli.distributed.stop import catch_signals

@@ -168,11 +168,7 @@ def parsed(text: str) -> TrainConfig | None:
     settings = OmegaConf.to_container(loaded, resolve=False)
     each_text(settings, _refuse_interpolation)
     current = with_former_defaults(without_gone_keys(typing.cast(dict[str, Any], settings)))
-    config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), current)))
-    if "reward" in loaded and OmegaConf.select(loaded, "reward.style") is None:
-        # made before there were others
-        config.reward.style = "ppocli"
-    return config
+    return typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), current)))
 
 
 def _refuse_interpolation(text: str) -> str:

@@ -17,6 +17,7 @@ import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
@@ -27,7 +28,7 @@ from hydra.core.override_parser.types import IntervalSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -51,29 +52,23 @@ PRIMARY = "train"
 _config_dirs: ContextVar[tuple[Path, ...]] = ContextVar("ppocli_config_dirs", default=())
 
 
-class RecipeSource(ConfigSource):
+class RecipeSource(FileConfigSource):
     """The YAML files of one folder as the options of the group ``recipe``."""
 
     @staticmethod
     def scheme() -> str:
         return "recipes"
 
-    def _file(self, config_path: str) -> Path:
-        return Path(self.path) / f"{Path(config_path).name.removesuffix('.yaml')}.yaml"
-
     def load_config(self, config_path: str) -> ConfigResult:
-        return ConfigResult(config=OmegaConf.load(self._file(config_path)),
-                            path=f"{self.scheme()}://{self.path}", provider=self.provider,
-                            header={"package": "_global_"})
-
-    def available(self) -> bool:
-        return Path(self.path).is_dir()
+        loaded = super().load_config(Path(config_path).name)
+        loaded.header = {"package": "_global_"}
+        return loaded
 
     def is_group(self, config_path: str) -> bool:
         return config_path in ("", "recipe")
 
     def is_config(self, config_path: str) -> bool:
-        return config_path.startswith("recipe/") and self._file(config_path).is_file()
+        return config_path.startswith("recipe/") and super().is_config(Path(config_path).name)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if config_path == "":

@@ -25,13 +25,7 @@ from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling import decoding, sampler
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.prompting import (
-    BATCH,
-    Answer,
-    answer_prompts,
-    check_lengths,
-    prompt_ids,
-)
+from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.samples import SAMPLING_KEYS
 from ppocli.training.build_models import ENGINES, sampling_specs
 

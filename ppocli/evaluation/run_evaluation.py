@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import config_yaml, tasks
+from ppocli.config import config_yaml, import_guard, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import counted, first_line
 from ppocli.distributed.backend import Backend, open_backend
@@ -28,7 +28,6 @@ from ppocli.models.loading.load_adapters import tensors_digest
 from ppocli.models.loading.tokenizer import load_tokenizer, present
 from ppocli.ppo.policy_samples import evaluate_chunks, evaluation_size
 from ppocli.ppo.session import EvalSession, build_eval_session
-from ppocli.publish import pictures
 from ppocli.runs import atomic, model_files, run_folder, run_logs
 from ppocli.runs.target import Target
 from ppocli.training.state import PhaseClock, seed_generators
@@ -252,10 +251,11 @@ def _finish(work: _Work) -> dict[str, Any]:
         work.settings, work.digests, work.targets, work.rows, frontier, session=session,
         name=work.folder.name, started=work.started, seconds=monotonic() - work.clock))
     with work.stop.defer():
-        if frontier is not None and pictures.installed():
+        if frontier is not None and import_guard.installed("matplotlib"):
             atomic.write_atomic(work.folder / files.PICTURE, statistics.frontier_svg(frontier))
         elif frontier is not None:
-            log.info("no %s: %s", files.PICTURE, pictures.MISSING)
+            log.info("no %s, which needs matplotlib: %s", files.PICTURE,
+                     import_guard.pip_line("matplotlib"))
         atomic.write_json_atomic(work.folder / files.RESULT, report)
     return report
 

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from ppocli.config import import_guard
 from ppocli.config.text import clean
-from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MISSING = "it needs matplotlib, which is not installed: pip install 'ppocli[plot]'"
 _LARGEST = 1e300
 """beyond it a difference of two values may overflow: drawn there"""
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "ppocli", "text.parse_math": False,
@@ -61,21 +59,14 @@ class Panel:
     y_label: str = ""
 
 
-def installed() -> bool:
-    """Whether there is a matplotlib to draw with."""
-    return import_guard.installed("matplotlib")
-
-
 def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
     """Panels below one another as a file of the given form, ``svg`` or ``png``; equal panels give
     equal bytes.
 
     Raises:
-        ConfigError: matplotlib isn't installed.
+        InputError: matplotlib isn't installed.
     """
-    if not installed():
-        raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
-                          where="--output", fix=import_guard.pip_line("matplotlib"))
+    import_guard.require("matplotlib", f"Drawing a .{form}", "--output")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

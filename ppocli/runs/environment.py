@@ -63,8 +63,6 @@ def installed_version(name: str) -> str | None:
     return None
 
 
-
-
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: its affinity, and the quota of its control group.
 
@@ -79,12 +77,12 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores
 
 
-def nvidia_driver(root: Path = Path("/")) -> str | None:
+def nvidia_driver() -> str | None:
     """The version of the NVIDIA driver; ``unknown`` where only its device tells of it."""
     try:
-        text = (root / "proc/driver/nvidia/version").read_text()
+        text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        return "unknown" if (root / "dev/nvidiactl").exists() else None
+        return "unknown" if Path("/dev/nvidiactl").exists() else None
     version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     return version[0] if version else "unknown"
 
@@ -109,8 +107,7 @@ def cpu_model() -> str | None:
 
 def cpu_vendor() -> str | None:
     """``GenuineIntel``, ``AuthenticAMD``, ...; None where the system doesn't tell, as on ARM."""
-    named = re.search(r"GenuineIntel|AuthenticAMD", platform.processor())  # on Windows
-    return _cpuinfo("vendor_id") or (named[0] if named else None)
+    return _cpuinfo("vendor_id")
 
 
 def _cpuinfo(names: str) -> str | None:

@@ -76,34 +76,20 @@ def _proxy_for(endpoint: str) -> str | None:
 
 @functools.cache
 def _probe(endpoint: str, proxy: str | None) -> bool:
-    from http.client import HTTPException
-
     def ask() -> bool:
         if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
             parts = urlsplit(proxy or endpoint)
             port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
             with socket.create_connection((parts.hostname or "", port), timeout=_SECONDS):
                 return True
-        return _answers_through(proxy, endpoint)
+        import httpx2
+
+        # certificates are judged later by the client that downloads
+        answer = httpx2.head(endpoint, proxy=proxy, verify=False, timeout=_SECONDS)
+        return answer.status_code not in _GATEWAY_ERRORS
 
     # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
     try:
         return in_daemon(ask, "hub-probe").result(_SECONDS)
-    except (OSError, HTTPException, ValueError):  # the first also when there is no answer in time
+    except Exception:  # of sockets and of the client, also when there is no answer in time
         return False
-
-
-def _answers_through(proxy: str, endpoint: str) -> bool:
-    import ssl
-    from urllib.error import HTTPError, URLError
-    from urllib.request import ProxyHandler, Request, build_opener
-
-    opener = build_opener(ProxyHandler({"http": proxy, "https": proxy}))
-    try:
-        with opener.open(Request(endpoint, method="HEAD"), timeout=_SECONDS):
-            return True
-    except HTTPError as error:
-        return error.code not in _GATEWAY_ERRORS
-    except URLError as error:
-        # The tunnel stands; certificates are judged later by the client that downloads.
-        return isinstance(error.reason, ssl.SSLError)

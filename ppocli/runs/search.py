@@ -30,11 +30,9 @@ def load_optuna() -> Any:
     """The library, quiet.
 
     Raises:
-        ConfigError: it isn't installed.
+        InputError: it isn't installed.
     """
-    if not import_guard.installed("optuna"):
-        raise ConfigError("Searching needs optuna, which is not installed.", where="sweep.search",
-                          fix=import_guard.pip_line("optuna"))
+    import_guard.require("optuna", "Searching", "sweep.search")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -57,8 +55,8 @@ class Search:
             swept: the swept words in Hydra's grammar, by key.
 
         Raises:
-            ConfigError: optuna isn't installed, an empty range, or as many metrics as directions
-                aren't there.
+            ConfigError: an empty range, or as many metrics as directions aren't there.
+            InputError: optuna isn't installed.
         """
         return cls(directions_of(config), {name: distribution(name, each)
                                            for name, each in swept.items()})

@@ -42,8 +42,7 @@ class Target:
 
 
 def find_target(name: str | None, *, say: Say, step: int | None = None, best: bool = False,
-                checkpoint: bool = False, asked_by: str = "RUN",
-                also: Sequence[str] = ()) -> Target:
+                asked_by: str = "RUN", also: Sequence[str] = ()) -> Target:
     """The target that ``name`` names, checked so that a policy can be loaded from it.
 
     A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
@@ -55,7 +54,6 @@ def find_target(name: str | None, *, say: Say, step: int | None = None, best: bo
         name: as the user typed it; None takes the newest run below ``runs/``.
         say: prints what was chosen where the user left it open.
         step, best: choose a checkpoint of a run.
-        checkpoint: choose a checkpoint even of a finished run (for its value head).
         asked_by: the argument or option that gave ``name``, for messages.
         also: names besides runs that the user might have meant.
 
@@ -67,7 +65,7 @@ def find_target(name: str | None, *, say: Say, step: int | None = None, best: bo
     """
     path = newest_run(say) if name is None else run_named(name, here=os.path.lexists)
     if name is None or is_run(path):
-        return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
+        return _of_run(path.resolve(), str(path), say, step, best)
     inside, first = _inside_checkpoint(path), name.partition("/")[0]
     if inside is None and not path.exists() and (name.startswith((".", "/", "~")) or (
             first != name and ((RUNS / first).is_dir() or Path(first).is_dir()))):
@@ -183,8 +181,7 @@ def written(folder: Path) -> float:
     return max(times)
 
 
-def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
-            checkpoint: bool) -> Target:
+def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool) -> Target:
     record = read_run(run_dir)
     run = record.folder
     if best and step is not None:
@@ -195,7 +192,7 @@ def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
                               "checkpoint.keep_best=true and eval.every_steps=N")
     complete = record.status == "finished" and run.model.is_dir()
     final = whole(record.summary, "steps")
-    if complete and step in (None, final) and not checkpoint:
+    if complete and step in (None, final):
         model_files.check_folder(run.model, key="RUN", adapters=True)
         return Target(f"{shown}, step {final}", str(run.model), run_dir, final)
     if step is not None:
@@ -205,19 +202,12 @@ def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
         for line in search.skipped:
             say(line)
         if search.checkpoint is None:
-            raise _nothing_there(run, shown, complete)
+            raise CheckpointError(f"{shown} holds no valid checkpoint.", where=str(run.checkpoints),
+                                  fix=f"go on with the run: ppocli resume {pasted(shown)}")
         chosen = search.checkpoint
-        if not complete:
-            say(f"the run is {record.status}: taking its newest checkpoint, step {chosen.step}")
+        say(f"the run is {record.status}: taking its newest checkpoint, step {chosen.step}")
     return Target(f"{shown}, step {chosen.step}", str(chosen.path / model_files.POLICY), run_dir,
                   chosen.step, chosen.path)
-
-
-def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> CheckpointError:
-    fix = f"name its model: {shown}/model" if finished else \
-        f"go on with the run: ppocli resume {pasted(shown)}"
-    return CheckpointError(f"{shown} holds no valid checkpoint.", where=str(run.checkpoints),
-                           fix=fix)
 
 
 def _inside_checkpoint(path: Path) -> Path | None:
@@ -240,5 +230,5 @@ def _of_model(name: str, path: Path, say: Say, asked_by: str, also: Sequence[str
     folder = path.resolve()
     run_dir = folder.parent
     if folder.name == "model" and is_run(run_dir):
-        return _of_run(run_dir, name, say, None, False, False)
+        return _of_run(run_dir, name, say, None, False)
     return Target(name, str(folder))

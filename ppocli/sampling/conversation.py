@@ -12,13 +12,7 @@ import torch
 from ppocli.data.data_set import padded_left
 from ppocli.distributed.backend import to_device, to_host
 from ppocli.models import transformers_internals
-from ppocli.sampling.decode_state import (
-    CHECK_EVERY,
-    SHRINK_AT,
-    Decoder,
-    DecodeState,
-    LiveRows,
-)
+from ppocli.sampling.decode_state import CHECK_EVERY, SHRINK_AT, Decoder, DecodeState, LiveRows
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.sampling.token_graph import Feeding
 

@@ -15,13 +15,7 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.sampler import decode
-from ppocli.sampling.samples import (
-    USER,
-    SamplingSpec,
-    TokenRows,
-    decode_responses,
-    uniform,
-)
+from ppocli.sampling.samples import USER, SamplingSpec, TokenRows, decode_responses, uniform
 
 BATCH = 64
 """samples decoded together"""

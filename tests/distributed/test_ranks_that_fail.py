@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import read_json, stable_rows
-from ranks import (
-    LONG,
-    REWARD,
-    close_to,
-    errors_in,
-    ranks_of,
-    rows_of,
-    wait_for_no_ranks,
-)
+from ranks import LONG, REWARD, close_to, errors_in, ranks_of, rows_of, wait_for_no_ranks
 from runs import assert_tidy, last_checkpoint, make_world, run, spawn, wait_for, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import jsonl, read_json, save_lm, write_prompts
-from runs import (
-    assert_equal_runs,
-    copied,
-    resumed,
-    run,
-    spawn,
-    words,
-)
+from runs import assert_equal_runs, copied, resumed, run, spawn, words
 from safetensors.torch import load_file
 
 from ppocli.config.config_yaml import read_config

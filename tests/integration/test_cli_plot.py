@@ -91,7 +91,7 @@ def test_png(runs, plot):
 def test_pictures_without_matplotlib_name_the_extra(plot, monkeypatch):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert "pip install 'ppocli[plot]'" in plot("one", "--output", "a.png", code=2).err
+    assert "pip install 'ppocli[plot]'" in plot("one", "--output", "a.png", code=3).err
     assert not Path("a.png").exists()
 
 

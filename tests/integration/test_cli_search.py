@@ -91,5 +91,5 @@ def test_values_follow_from_numbers_and_earlier_results_and_the_best_jobs_are_fo
 
 def test_without_optuna(world, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    said = command("-m", *words(), "ppo.gamma=1,0.9", "sweep.search=random", code=2).err
+    said = command("-m", *words(), "ppo.gamma=1,0.9", "sweep.search=random", code=3).err
     assert "pip install 'ppocli[sweep]'" in said

@@ -58,12 +58,14 @@ def server(status: int = 200):
 def test_each_way_to_the_endpoint_is_tried_as_the_environment_names_it(monkeypatch):
     """A proxy may be down or bypassed; one of SOCKS counts when it accepts."""
     socks = {"HF_ENDPOINT": "https://hub.invalid"}
-    with server() as (port, _):
-        closed, up = (f"127.0.0.1:{number}" for number in (closed_port(), port))
+    with server() as (port, _), server(502) as (failing, _):
+        closed, up, bad = (f"127.0.0.1:{number}" for number in (closed_port(), port, failing))
         for variables, reachable in (
                 ({"HF_ENDPOINT": f"http://{closed}"}, False), ({"HF_ENDPOINT": "http://["}, False),
                 ({"HF_ENDPOINT": "http://x:port"}, False),
                 ({"https_proxy": f"http://{closed}"}, False),
+                ({"HF_ENDPOINT": "http://hub.invalid", "http_proxy": f"http://{up}"}, True),
+                ({"HF_ENDPOINT": "http://hub.invalid", "http_proxy": f"http://{bad}"}, False),
                 ({"http_proxy": f"http://{closed}", "no_proxy": "127.0.0.1",
                   "HF_ENDPOINT": f"http://{up}"}, True),
                 ({**socks, "all_proxy": f"socks5h://{closed}"}, False),

@@ -7,11 +7,7 @@ from helpers import make_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import InputError
-from ppocli.models.trunk import (
-    freeze_lower_layers,
-    layer_stack,
-    trained_split,
-)
+from ppocli.models.trunk import freeze_lower_layers, layer_stack, trained_split
 from ppocli.training.build_models import freeze
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",

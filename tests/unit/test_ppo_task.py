@@ -9,14 +9,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from sessions import (
-    experience_of,
-    hand_rollout,
-    rollout_of,
-    session_of,
-    set_keys,
-    small_config,
-)
+from sessions import experience_of, hand_rollout, rollout_of, session_of, set_keys, small_config
 
 from ppocli.config.schema import TrainConfig
 from ppocli.distributed.ranks import StopFlag

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import save_lm
-from sessions import (
-    backward,
-    experience_of,
-    grads_of,
-    session_of,
-    small_config,
-)
+from sessions import backward, experience_of, grads_of, session_of, small_config
 from test_sft_task import ROWS, own_loss
 
 from ppocli.ppo.ppo_task import PPOTask, with_examples

@@ -5,11 +5,7 @@ import logging
 import pytest
 import torch
 from helpers import make_tokenizer, model_config
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppocli.config.schema import RewardConfig
 from ppocli.ppo.policy_samples import joined

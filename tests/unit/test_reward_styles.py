@@ -229,8 +229,3 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     assert after["dense"]["style"] == "trlx"
     assert "style" not in after["log"]
     assert config_yaml.read_config(folder / "config.yaml").reward.style == "ppocli"
-
-
-def test_a_run_from_before_styles_is_called_as_it_was():
-    assert config_yaml.parsed("reward: {fn: 'elsewhere.py:ends'}\n").reward.style == "ppocli"
-    assert config_yaml.parsed("reward: {fn: 'x:y', style: auto}\n").reward.style == "auto"

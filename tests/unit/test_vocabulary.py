@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import WORDS, make_tokenizer, refused, save_lm
-from sessions import (
-    experience_of,
-    gradients,
-    refused_session,
-    rollout_of,
-    session_of,
-    small_config,
-)
+from sessions import experience_of, gradients, refused_session, rollout_of, session_of, small_config
 from transformers import AutoModelForCausalLM
 from vllm_double import answering
 

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     ModernBertConfig,
     ModernBertForSequenceClassification,

@@ -43,14 +43,7 @@ from ppocli.sampling.samples import (
     uniform,
 )
 from ppocli.sampling.vllm import server_process
-from ppocli.sampling.vllm.server import (
-    HOW_TO,
-    Answer,
-    Dealing,
-    Server,
-    WeightsFolder,
-    tensors_of,
-)
+from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Server, WeightsFolder, tensors_of
 
 log = logging.getLogger("ppocli")
 
