@@ -23,7 +23,7 @@ KINDS = {"model": "a model of its own", "adapter": "a second adapter"}
 """``model.value.kind`` -> what it is called"""
 LORA = ("model.peft.type=lora", "model.peft.r=16", "model.peft.lora_alpha=32",
         "model.peft.target_modules=all-linear", "model.reference.kind=auto",
-        "ppo.optimizer.lr=1e-2", "ppo.total_episodes=7680", "prompts.eval.repeat=2048")
+        "ppo.optimizer.lr=1e-2", "ppo.total_episodes=5120", "prompts.eval.repeat=2048")
 RECIPES = {
     "randomwalks_lora": ((), {}),
     "guess_number": (LORA, {"model": ("ppo.optimizer.value_lr=2e-3",),
