@@ -331,9 +331,11 @@ LAUNCH = (
          "test_an_unexpected_error_keeps_its_traceback_and_comes_before_its_consequences")),
     *noticed_by(
         "integration/test_cli_launch.py",
-        ("folder_shared", "launch/open_run_folder.py", "folder.mkdir()\n            return folder",
-         "folder.mkdir(exist_ok=True)\n            return folder",
+        ("folder_shared", "runs/run_folder.py", "folder.mkdir()\n                return folder",
+         "folder.mkdir(exist_ok=True)\n                return folder",
          "test_runs_of_one_second_get_folders_of_their_own"),
+        ("auto_never_goes_on", "launch/open_run_folder.py", "if goes_on_with(named):", "if False:",
+         "test_auto_starts_afresh_or_goes_on"),
         ("full_folder_taken", "launch/open_run_folder.py",
          "    if not _made_nothing(run_dir):\n        go_on", "    if False:\n        go_on",
          "test_a_folder_that_holds_something_is_refused_with_both_remedies")),

@@ -201,17 +201,6 @@ def _entries(folder: Path) -> Iterable[Path]:
     return folder.iterdir() if folder.is_dir() else ()
 
 
-def folder_size(folder: Path) -> int:
-    """Bytes of all files below ``folder``, without links and files that vanish meanwhile."""
-    total = 0
-    for base, _, files in os.walk(folder, followlinks=False):
-        for name in files:
-            with suppress(OSError):
-                entry = os.lstat(os.path.join(base, name))
-                total += 0 if stat.S_ISLNK(entry.st_mode) else entry.st_size
-    return total
-
-
 def prune(folder: Path, keep_last: int, *keep_steps: int | None, newest: float = math.inf
           ) -> list[str]:
     """Delete old checkpoints; to be called after a save has returned.
