@@ -78,7 +78,7 @@ SUPERVISED = (
 
 ENVIRONMENTS = (
     *noticed_by(
-        "unit/test_env_tasks.py",
+        "unit/test_environments.py",
         ("first_turn_free", "environments/shipped.py", "TURN_COST * self.turns",
          "TURN_COST * (self.turns - 1)",
          "test_binary_search_takes_as_long_as_it_does_in_theory"),
@@ -300,7 +300,7 @@ CONFIG = (
         ("any_value_goes_with", "config/checks.py", "values[other] in fitting if fitting else",
          "True if fitting else", NAMED)),
     *noticed_by(
-        "unit/test_typed_texts.py",
+        "unit/test_text.py",
         ("backslashes_counted_wrong", "config/text.py", "if len(backslashes) % 2 else letter)",
          "if len(backslashes) % 2 == 0 else letter)",
          "test_typed_texts_have_line_breaks_and_tabs")),
