@@ -174,6 +174,7 @@ class PPOTrainer:
         Returns:
             a :class:`Batch`; or tensors of token ids.
         """
+        from ppocli.data.data_set import rows_of
         from ppocli.evaluation.player import called
         from ppocli.ppo import caller_samples
         from ppocli.ppo.policy_samples import generate_chunks, share_of_prompts
@@ -204,7 +205,8 @@ class PPOTrainer:
         def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
-        out, local = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
+        out = Samples.joined([one.samples for one in chunks])
+        local = rows_of(batch, slice(num_local))
         prompt_ids = plain(local.tokens, local.mask)
         if return_prompt is not None or getattr(prompts, "ndim", None) is not None:
             return caller_samples.as_tensors(session, prompts, prompt_ids, out.action_ids,

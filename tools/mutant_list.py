@@ -143,7 +143,7 @@ ENGINE = (
            "live.positions[:, -1:] + (~live.done)[:, None]", "live.positions[:, -1:] + 1",
            ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
             "position_that_the_model_lacks",)),
-    Mutant("waits_for_every_token", "ppocli/sampling/decode_state.py",
+    Mutant("waits_for_every_token", "ppocli/sampling/sampler.py",
            'device.type == "cpu" else CHECK_EVERY', 'device.type == "cpu" else 1',
            ("tests/unit/test_accelerator.py::"
             "test_what_runs_on_a_simulated_accelerator[not slow]",)),
@@ -185,4 +185,18 @@ MORE_OF_THE_ENGINE = (
          "test_a_repetition_penalty_gives_what_transformers_generate_gives"),
         ("least_share_is_a_difference", "sampling/samples.py", "+ math.log(spec.min_p)",
          "- spec.min_p", "test_what_may_be_drawn_is_what_transformers_processors_leave")),
+    *noticed_by(
+        "unit/test_vllm.py",
+        ("asleep_without_weights_for_good", "sampling/vllm/vllm_sampler.py",
+         "dropped = sleeps and self._adapter is None", "dropped = False",
+         "test_servers_sleep_while_the_policy_trains[gpt2]"),
+        ("base_of_an_adapter_dropped", "sampling/vllm/vllm_sampler.py",
+         "server.sleep(1 if self._adapter is not None else 2)", "server.sleep(2)",
+         "test_servers_sleep_while_the_policy_trains[llama]"),
+        ("adapter_not_asked_for", "sampling/vllm/vllm_sampler.py",
+         "return None if self._adapter is None else version", "return None",
+         "test_an_adapter_is_sent_by_itself_under_a_new_name_each_time"),
+        ("episodes_ahead_overtaken", "sampling/episode_sampler.py",
+         "self._ahead = inner.ahead = begun", "self._ahead = begun",
+         "test_episodes_are_played_one_step_ahead[Slow]")),
 )

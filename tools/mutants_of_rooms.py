@@ -37,6 +37,8 @@ DATA = (
         ("metadata_not_in_digest", "data/data_set.py",
          "[ids, [self.columns[name][i] for name in names]]",
          "[ids, []]", "test_the_digest_notices_changes"),
+        ("heaviest_source_rounded_down", "data/data_set.py", "np.floor(rest * share + 0.5)",
+         "np.floor(rest * share)", "test_the_shares_of_a_mix_are_exact_up_to_rounding"),
         ("one_word_too_many", "data/chat_text.py", "[:spec.first_words]",
          "[:spec.first_words + 1]", "test_training_rows_are_processed_with_the_evaluation_keys"),
         ("blank_is_empty", "data/chat_text.py", "return not cell.strip()", "return not cell",
@@ -120,6 +122,17 @@ REWARDS = (
         ("first_number_counts", "rewards/rules.py", "Decimal(numbers[-1]", "Decimal(numbers[0]",
          "test_answer")),
     *noticed_by(
+        "unit/test_reward_judge.py",
+        ("score_out_of_range", "rewards/judge.py",
+         "score is not None and self.low <= score <= self.high else", "score is not None else",
+         "test_a_reply_without_a_score_in_range_is_asked_for_again"),
+        ("same_reply_again", "rewards/judge.py", "1.0 if attempt else 0.0", "0.0",
+         "test_a_reply_without_a_score_in_range_is_asked_for_again")),
+    *noticed_by(
+        "unit/test_reward_reading.py",
+        ("tools_left_out", "rewards/scorers.py", "tools=tools, tokenize=False", "tokenize=False",
+         "test_tools_are_rendered_as_in_training")),
+    *noticed_by(
         "unit/test_reward_steps.py",
         ("sample_score_on_the_first_token", "rewards/scoring.py",
          "rows[i][-1] += part.weight * score", "rows[i][0] += part.weight * score",
@@ -147,9 +160,17 @@ MODELS = (
         ("kl_of_the_other_side", "models/head.py", "log_ratio.mul_(log_p.exp_()).sum(-1)",
          "log_ratio.mul_((log_p - log_ratio).exp_()).sum(-1)", DEFINITIONS),
         ("gradient_without_the_target", "models/head.py",
-         "grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])", "grad", DEFINITIONS),
+         "grad.scatter_add_(-1, targets[part, None], upstream)", "", DEFINITIONS),
         ("cap_without_temperature", "models/head.py", "tanh_().mul_(cap / temperature)",
          "tanh_().mul_(cap)", DEFINITIONS)),
+    *noticed_by(
+        "unit/test_value_function.py",
+        ("values_of_the_policy_s_adapter", "models/loading/load_adapters.py",
+         "{**layer._modules, **cast(torch.nn.ModuleDict, parts)}", "{**layer._modules}",
+         "test_a_value_adapter_is_one_of_peft_by_its_exported_names"),
+        ("saved_part_misnamed", "models/loading/load_adapters.py",
+         'if part not in ("default", *_OWN_PARTS)', 'if part != "default"',
+         "test_a_value_adapter_is_one_of_peft_by_its_exported_names")),
     *noticed_by(
         "unit/test_token_budget.py",
         ("budget_ignored", "models/layout.py", "rows, tokens // max(int(lengths[order[start]]), 1)",
@@ -329,6 +350,12 @@ LAUNCH = (
         ("consequence_before_cause", "launch/local_ranks.py", "if not outcome.lost), None)",
          "if outcome), None)",
          "test_an_unexpected_error_keeps_its_traceback_and_comes_before_its_consequences")),
+    *noticed_by(
+        "unit/test_ready_tasks.py",
+        ("library_of_environments_unnoticed", "launch/input_checks.py",
+         '(*schema.rewards_of(cfg.reward), ("env", cfg.env.fn, {}))',
+         "schema.rewards_of(cfg.reward)",
+         "test_every_library_that_is_missing_is_named_with_its_extra")),
     *noticed_by(
         "integration/test_cli_launch.py",
         ("folder_shared", "runs/run_folder.py", "folder.mkdir()\n                return folder",

@@ -35,6 +35,8 @@ BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "ppocli.environments.shipped:Calculator",
     "openenv": "ppocli.environments.openenv_sessions:OpenEnv"}
 """values of ``env.fn``"""
+LIBRARIES = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "openenv": "openenv"}
+"""values of ``reward.fn`` and ``env.fn``, and kinds of data, that need a library"""
 TOOLS = "tools"
 """value of ``env.fn`` for the user's functions as tools (``env.tools``)"""
 

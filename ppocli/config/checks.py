@@ -210,7 +210,7 @@ def _algorithm(config: schema.TrainConfig) -> Rules:
     yield (config.model.reference.kind == "none" and tasks.kl_coef(ppo) > 0,
            "model.reference.kind, ppo.init_kl_coef", "a KL penalty needs a reference: set "
            "ppo.init_kl_coef=0 or model.reference.kind=copy")
-    yield (tasks.full_kl_in_loss(ppo) and tasks.reference_sharded(config),
+    yield (tasks.kl_term(ppo) == ("loss", "full") and tasks.reference_sharded(config),
            "ppo.kl_estimator, hardware.zero_stage",
            "in the loss it needs a whole reference: use k3+, or model.reference.shard=false")
     yield (ppo.advantage in _GROUPED and ppo.n < 2, "ppo.advantage, ppo.n",

@@ -27,7 +27,7 @@ ENTRY_POINTS = "ppocli.rewards"
 TRUST = "--trust"
 """the option that allows the code that somebody else's run names"""
 EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
-          "starlette": "serve", "uvicorn": "serve",
+          "starlette": "serve", "uvicorn": "serve", "math_verify": "math", "reasoning_gym": "gym",
           **{name: name for name in (*TRACKERS, "openenv")}}
 """name to import -> extra"""
 LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "ray"}
@@ -113,16 +113,23 @@ def pip_line(library: str) -> str:
         f"pip install {library}")
 
 
-def require(library: str, need: str, where: str) -> None:
-    """Raise an error if a library isn't installed.
+def missing(library: str, need: str, where: str) -> InputError | None:
+    """The error for a library that isn't installed; None if it is.
 
     Args:
         need: the feature that needs it, the subject of the message.
         where: the key or file that turns the feature on.
+    """
+    return None if installed(library) else InputError(
+        f"{need} needs {library}, which is not installed.", where=where, fix=pip_line(library),
+        code="not-installed")
+
+
+def require(library: str, need: str, where: str) -> None:
+    """Raise the error of :func:`missing`, if there is one.
 
     Raises:
-        InputError: it isn't installed.
+        InputError: the library isn't installed.
     """
-    if not installed(library):
-        raise InputError(f"{need} needs {library}, which is not installed.", where=where,
-                         fix=pip_line(library), code="not-installed")
+    if error := missing(library, need, where):
+        raise error

@@ -63,7 +63,8 @@ class ValueConfig:
     model.peft's on the same frozen base, or a 'model' of its own"""
     path: Optional[str] = key(None, on_resume="refused", holds="path")
     """kind=model: folder or Hub name, such as the reward model's (default: model.path); any kind: a
-    PPO run or a checkpoint of one, as whose value function this one starts"""
+    PPO run or a checkpoint of one, as whose value function this one starts; kind=adapter: also what
+    `ppocli export --adapter` has written"""
     num_layers_unfrozen: int = key(-1, ge=-1, on_resume="refused")
     """kind=branch: how many top layers of its own; kind=model: train only the top k layers (-1:
     all)"""

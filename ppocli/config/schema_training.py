@@ -260,6 +260,9 @@ class PPOConfig:
     """grpo: divide by the deviation of the whole rollout"""
     group_std: bool = key(True)
     """grpo: divide by the deviation of the prompt's samples (false: Dr. GRPO)"""
+    group_baseline: bool = key(True)
+    """gae with n > 1: what values miss of a prompt is taken from its other samples (false: each
+    sample has its values alone, as elsewhere)"""
     loss_aggregation: str = key("token-mean", choices=(
         "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
         "seq-mean-token-sum-norm"))

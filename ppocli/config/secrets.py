@@ -61,23 +61,18 @@ def secret_values(environment: frozenset[tuple[str, str]]) -> frozenset[str]:
                      if looks_secret(name) and not os.path.exists(value))
 
 
-def without_secrets(text: str, values: Iterable[str] = ()) -> str:
-    """``text`` with ``values``, passwords in URLs and what looks like a token replaced by
-    ``***``."""
-    for value in sorted(values, key=len, reverse=True):
+def hide_secrets(text: str, further: Iterable[str] = ()) -> str:
+    """``text`` with ``further`` secrets, those of this process's environment, passwords in URLs and
+    what looks like a token replaced by ``***``."""
+    values = secret_values(frozenset(os.environ.items())) | SENT
+    for value in sorted(values.union(further), key=len, reverse=True):
         if len(value) >= _SHORTEST:
             text = text.replace(value, MASK)
     return _URL_PASSWORD.sub(rf"\1{MASK}@", _SECRET_VALUE.sub(MASK, text))
 
 
-def hide_secrets(text: str) -> str:
-    """``text`` without secrets of this process's environment, or text in the form of one."""
-    return without_secrets(text, secret_values(frozenset(os.environ.items())) | SENT)
-
-
 def safe_text(text: str) -> str:
-    """Other people's text, such as an exception, without secrets and with control characters
-    escaped."""
+    """Other people's text without secrets, and with control characters escaped."""
     return printable(hide_secrets(text))
 
 

@@ -54,13 +54,6 @@ def rows_per_pass(updates: Updates) -> int:
     return updates.micro_batch_size or updates.mini_batch_size
 
 
-def updates_of_samples(updates: Updates, samples: int) -> int:
-    """Optimizer updates that are made from so many samples of one step."""
-    passes = updates.ppo_epochs + (updates.critic_epochs or 0) \
-        if isinstance(updates, schema.PPOConfig) else 1
-    return passes * -(-samples // updates.mini_batch_size)
-
-
 def samples_per_step(config: schema.TrainConfig) -> int:
     """Samples of a full step: of a rollout, or of an update on a data set."""
     updates = updates_of(config)
@@ -134,12 +127,16 @@ def steers_rate(ppo: schema.PPOConfig) -> bool:
         ppo.ppo_epochs > 1 or ppo.num_rollouts > ppo.mini_batch_size)
 
 
-def kl_in(ppo: schema.PPOConfig) -> str:
-    """``reward`` or ``loss``. With a critic, estimates whose gradient is no KL's (k1, abs), or that
-    need the whole reference in the loss (full), go into the reward."""
-    estimator = ESTIMATORS[ppo.advantage]
-    in_reward = estimator.needs_critic and ppo.kl_estimator in ("k1", "abs", "full")
-    return ppo.kl_in or ("reward" if in_reward else estimator.kl_in)
+def kl_term(ppo: schema.PPOConfig) -> tuple[str, str]:
+    """Where the KL is charged, ``reward`` or ``loss``, and the name of its estimate. With a critic,
+    estimates whose gradient is no KL's (k1, abs), or that need the whole reference in the loss
+    (full), go into the reward. The default is k1 there; in the loss, where k1 has no gradient on
+    average, it is k3+, whose gradient is the KL's, or k3, GRPO's, without a critic."""
+    advantage = ESTIMATORS[ppo.advantage]
+    in_reward = advantage.needs_critic and ppo.kl_estimator in ("k1", "abs", "full")
+    place = ppo.kl_in or ("reward" if in_reward else advantage.kl_in)
+    in_loss = "k3+" if advantage.needs_critic else "k3"
+    return place, ppo.kl_estimator or ("k1" if place == "reward" else in_loss)
 
 
 def kl_coef(ppo: schema.PPOConfig) -> float:
@@ -147,24 +144,7 @@ def kl_coef(ppo: schema.PPOConfig) -> float:
     have a deviation of 1 where they are whitened; otherwise it is nats against units of reward."""
     if ppo.init_kl_coef is not None:
         return ppo.init_kl_coef
-    return 0.2 if kl_in(ppo) == "loss" and whitens_advantages(ppo) else 0.05
-
-
-def kl_estimator(ppo: schema.PPOConfig) -> str:
-    """The name of the KL estimate. In the reward: k1. In the loss: k3+, whose gradient is that of
-    the KL, or k3, GRPO's, for estimators without a critic; k1 would have no gradient on average."""
-    in_loss = "k3+" if ESTIMATORS[ppo.advantage].needs_critic else "k3"
-    return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else in_loss)
-
-
-def full_kl_in_loss(ppo: schema.PPOConfig) -> bool:
-    """Whether the KL over the whole vocabulary is a term of the loss."""
-    return kl_in(ppo) == "loss" and kl_estimator(ppo) == "full"
-
-
-def wants_entropy(ppo: schema.PPOConfig) -> bool:
-    """Whether the policy's entropy is a term of the loss, now or later in the run."""
-    return max(ppo.ent_coef, ppo.ent_coef_end or 0.0) > 0
+    return 0.2 if kl_term(ppo)[0] == "loss" and whitens_advantages(ppo) else 0.05
 
 
 def whitens_advantages(ppo: schema.PPOConfig) -> bool:

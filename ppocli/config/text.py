@@ -24,8 +24,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters, which may be terminal escapes, escaped: ``\\x1b``. Line
-    breaks and tabs stay."""
+    """``text`` with control characters escaped, as ``\\x1b``; line breaks and tabs stay."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 

@@ -103,10 +103,6 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def first(self, count: int) -> Self:
-        """The first ``count`` rows, possibly none, with all padding."""
-        return rows_of(self, slice(count))
-
     def rows(self, places: Sequence[int]) -> Self:
         """The rows at ``places``, padded only to the longest of them."""
         batch = rows_of(self, list(places))
@@ -151,8 +147,12 @@ class PromptSet(RowRecord):
         """Indices of the prompts at positions ``start`` to ``start + count - 1`` of the endless
         order: that of :func:`prompt_indices`, or with a mix of :func:`source_counts`, in which each
         source goes through its own prompts by the former."""
-        if not self.mix:
-            return prompt_indices(start, count, n=len(self), seed=seed, shuffle=shuffle)
+        if self.mix:
+            return self._mixed_indices(start, count, seed=seed, shuffle=shuffle)
+        return prompt_indices(start, count, n=len(self), seed=seed, shuffle=shuffle)
+
+    def _mixed_indices(self, start: int, count: int, *, seed: int, shuffle: bool) -> list[int]:
+        """As :meth:`indices`, of a mix."""
         sizes, weights = zip(*self.mix, strict=True)
         indices, offset = np.zeros(count, np.int64), 0
         for size, counts in zip(sizes, source_counts(start, count, weights), strict=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from ppocli.config.import_guard import require
 from ppocli.config.text import nearest
 from ppocli.data.files import Row
 from ppocli.errors import InputError, RewardError
@@ -27,11 +28,9 @@ def _questions(name: str, arguments: str, where: str) -> Any:
     Raises:
         InputError: no reasoning-gym, no such task, or arguments that it refuses.
     """
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError as error:
-        raise InputError(f"reasoning-gym can't be imported: {error}", where=where,
-                         fix="pip install 'ppocli[gym]'") from error
+    require("reasoning_gym", f"{where}={PREFIX}{name}", where)
+    from reasoning_gym.factory import DATASETS, create_dataset
+
     if name not in DATASETS:
         raise InputError(f"reasoning-gym has no task {name!r}.", where=where,
                          fix=f"did you mean {' or '.join(nearest(name, DATASETS))}?")

@@ -236,16 +236,14 @@ def without_autocast_cache(work: Callable[[], T]) -> T:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor.to(device)``. Host tensors go through pinned memory: a copy from other memory waits
-    for all earlier work of the device."""
+    """``tensor.to(device)``, from the host by pinned memory: other copies wait for earlier work."""
     if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
-    rest."""
+    """Copy tensors of one device to the CPU with a single wait: the last copy ends last."""
     copies = list(map(methodcaller("to", "cpu", non_blocking=True), tensors[:-1]))
     return [*copies, tensors[-1].cpu()]
 

@@ -137,10 +137,9 @@ class Ranks:
         return result
 
     def share(self, rows: Sequence[int]) -> tuple[list[int], int]:
-        """This rank's part of ``rows``, the same number on every rank, and how many of them (from
-        the front) are its own. Rows are assigned round-robin, which spreads neighbours of similar
-        length; where their number doesn't divide evenly, the last is repeated: all ranks make the
-        same number of passes."""
+        """This rank's part of ``rows``, and how many of them, from the front, are its own. Rows are
+        assigned round-robin, which spreads neighbours of similar length. Where they don't divide
+        evenly the last is repeated, so that all ranks make the same number of passes."""
         shard, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
         return shard + list(rows[-1:]) * (size - len(shard)), len(shard)
 
@@ -177,8 +176,7 @@ class StopFlag:
 
     def check(self) -> None:
         """Raise :class:`StopRequested` if a stop was requested and isn't deferred. Several ranks
-        stop only where they :meth:`meet`: one that left alone would leave the others in a
-        collective."""
+        stop only where they :meth:`meet`, or some would be left in a collective."""
         if self.requested is not None and not self._deferred and self.ranks.world == 1:
             raise StopRequested(self.requested)
 

@@ -7,17 +7,14 @@ from collections.abc import Awaitable
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-from ppocli.config.import_guard import pip_line
+from ppocli.config.import_guard import require
 from ppocli.config.secrets import why_no_url
 from ppocli.environments.env_calls import is_observation
-from ppocli.errors import InputError, RewardError
+from ppocli.errors import RewardError
 from ppocli.runs.episode import Step
 
-try:
-    from openenv.core.generic_client import GenericEnvClient
-except ImportError as error:
-    raise InputError(f"The client of OpenEnv can't be imported: {error}", where="env.fn=openenv",
-                     fix=pip_line("openenv"), code="not-installed") from error
+require("openenv", "env.fn=openenv", "env.fn")
+from openenv.core.generic_client import GenericEnvClient  # noqa: E402
 
 _idle: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, list[Any]]] = WeakKeyDictionary()
 """by event loop and address, the sessions that no episode has: the next ones take them"""

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppocli.builtin.names import TOOLS
+from ppocli.builtin.names import LIBRARIES, TOOLS
 from ppocli.config import config_yaml, import_guard, keys, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import row_paths
 from ppocli.config.user_code import CodeSetting, Kind, refuse_absent
-from ppocli.data import chat_text, sources
+from ppocli.data import chat_text, gym_tasks, sources
 from ppocli.environments.registry import ENVIRONMENT, TOOL
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading.tokenizer import read_template
@@ -91,6 +91,13 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
             yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
                              fix=f"{import_guard.pip_line(name)}, or leave it out",
                              code="not-installed")
+    needs = [(f"{key}.fn", fn, LIBRARIES.get(str(fn)))
+             for key, fn, _ in (*schema.rewards_of(cfg.reward), ("env", cfg.env.fn, {}))]
+    needs += [(key, path, LIBRARIES["reasoning_gym"]) for key, path in _data_paths(cfg)
+              if path.startswith(gym_tasks.PREFIX)]
+    for key, value, library in needs:
+        if library and (error := import_guard.missing(library, f"{key}={value}", key)):
+            yield error
 
 
 def _named_models(cfg: schema.TrainConfig
@@ -134,14 +141,19 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
             yield error
 
 
-def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
+def _data_paths(cfg: schema.TrainConfig) -> list[tuple[str, str]]:
+    """(key, path) of all prompts and examples."""
     sets = {"prompts.path": cfg.prompts.path, "prompts.eval.path": cfg.prompts.eval.path,
             "ppo.ptx.data.path": cfg.ppo.ptx.data.path, "data.path": cfg.data.path,
             "data.val": tasks.val_source(cfg.data), **{
                 f"prompts.mix.{name}.path": entry["path"] for name, entry in cfg.prompts.mix.items()
                 if isinstance(entry, dict) and isinstance(entry.get("path"), str)}}
-    for key, path in ((key, path) for key, value in sets.items() if value is not None
-                      for path in row_paths(value)):
+    return [(key, path) for key, value in sets.items() if value is not None
+            for path in row_paths(value)]
+
+
+def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
+    for key, path in _data_paths(cfg):
         if path.startswith("<") or not sources.names_hub_dataset(path):
             continue
         if not hub.hub_reachable() and not _in_cache(path):

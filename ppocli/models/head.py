@@ -67,8 +67,7 @@ class Vocabulary:
 
     def lacks(self, ids: torch.Tensor) -> torch.Tensor:
         """Which ids on the CPU have no token: bool, of the same shape."""
-        out = (ids < 0) | (ids >= self.size)
-        return out | torch.isin(ids, self._gaps) if self.gaps else out
+        return (ids < 0) | (ids >= self.size) | torch.isin(ids, self._gaps)
 
     def cut(self, logits: torch.Tensor, gaps: torch.Tensor | None) -> torch.Tensor:
         """Logits [..., size] of [..., rows]: without the spare rows, the ``gaps`` at ``ABSENT``."""
@@ -167,8 +166,7 @@ class HeadWeights(NamedTuple):
                              bias=None if self.bias is None else self.bias.to(dtype))
 
     def products(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] of [n, D] states: the logits before anything is made of them, less what is
-        spare."""
+        """[n, V] of [n, D] states: logits before anything is made of them, without spare rows."""
         out = self.product(hidden, self.weight)
         out = out[:, :out.shape[1] - self.spare] if self.spare else out
         return out if self.bias is None else out.add_(self.bias[:out.shape[1]])
@@ -284,11 +282,14 @@ class _TokenLogprob(torch.autograd.Function):
             # d logits / d products, but for the scale, where a cap makes it other than 1
             slope = None if cap is None else 1.0 - (logits * (ctx.temperature / cap)).square_()
             log_q = ctx.other and _log_q(ctx.other, part, ctx.temperature)
-            grad = _logit_gradient(
-                logits, lses[part], targets[part], grad_logprob[part],
-                (entropies[part], grad_entropy[part]) if ctx.want_entropy or ctx.other else None,
-                ctx.other and (log_q, kls[part], grad_kl[part]))
-            del logits, log_q
+            log_p, upstream = logits.sub_(lses[part, None]), grad_logprob[part, None]
+            if ctx.want_entropy or ctx.other:
+                grad = _further_gradient(log_p, upstream, entropies[part], grad_entropy[part],
+                                         ctx.other and (log_q, kls[part], grad_kl[part]))
+            else:
+                grad = log_p.exp_().mul_(-upstream)
+            grad.scatter_add_(-1, targets[part, None], upstream)  # d logprob / d logit = onehot - p
+            del logits, log_p, log_q
             if (divisor := ctx.temperature / scale) != 1.0:
                 grad.div_(divisor)
             if slope is not None:
@@ -313,30 +314,20 @@ def _chunks(count: int, weight: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
-                    grad_logprob: torch.Tensor, entropy: tuple[torch.Tensor, torch.Tensor] | None,
-                    kl: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """[n, V] gradient by the logits, in their place: d logprob / d logit = onehot - p; ``entropy``
-    and ``kl`` as of :func:`_further_gradient`."""
-    log_p = logits.sub_(lse[:, None])
-    grad = log_p.exp_().mul_(-grad_logprob[:, None]) if entropy is None else _further_gradient(
-        log_p, grad_logprob, *entropy, kl)
-    return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
-
-
-def _further_gradient(log_p: torch.Tensor, grad_logprob: torch.Tensor, entropies: torch.Tensor,
+def _further_gradient(log_p: torch.Tensor, upstream: torch.Tensor, entropies: torch.Tensor,
                       grad_entropy: torch.Tensor,
                       kl: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     """[n, V] in place of ``log_p``: -p of the logprob's gradient; d entropy / d logit = -p (log p +
     entropy); d KL / d logit = p (log p - log q - KL).
 
     Args:
+        upstream: [n, 1] gradients by the logprobs.
         entropies, grad_entropy: [n] and the gradients by them.
         kl: log q [n, V], which is used up, KLs [n] and the gradients by them.
     """
     p = log_p.exp()
     pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
-    grad = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None])
+    grad = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(upstream)
     return (grad if pull is None else grad.add_(pull)).mul_(p)
 
 
@@ -370,8 +361,8 @@ class DecodingHead:
 
 
 def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tensor, *,
-                   temperature: float, want_entropy: bool, other: OtherHead | None = None
-                   ) -> TokenFigures:
+                   temperature: float, want_entropy: bool = False,
+                   other: OtherHead | None = None) -> TokenFigures:
     """Log-probabilities of ``targets`` [N] under logits / temperature, in fp32, from the final
     hidden states [N, D] at the predicting positions; if wanted the entropy of each distribution,
     and KL(this || other) ``sum_v p_v (log p_v - log q_v)``, all with their gradients."""

@@ -38,10 +38,9 @@ _BEYOND = ("position_bias", "cache", "softcap", "s_aux")
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: torch.Tensor | None, dropout: float = 0.0,
               scaling: float | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """What transformers asks of an attention function: [B, T, H, D], and no weights, of queries
-    [B, H, T, D], keys and values [B, G, S, D] with G dividing H. The mask is bool (true: attend) or
-    added to the scores, [B or 1, 1, T, S]; None: causal for several queries; or that of a
-    :class:`ppocli.models.layout.Packing`."""
+    """What transformers asks of an attention function: [B, T, H, D], and no weights, of queries [B,
+    H, T, D], keys and values [B, G, S, D] with G dividing H. The mask is bool (true: attend) or
+    added to the scores, [B or 1, 1, T, S]; None: causal for several queries; or a packing's."""
     packing = getattr(attention_mask, layout.PACKING, None)
     if hasattr(attention_mask, layout.PACKING):
         attention_mask = None
@@ -50,8 +49,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         if plain and query.device.type == "cuda" and (
                 out := _over_packed(query, key, value, packing, scaling)) is not None:
             return out, None
-        query, key = layout.to_grid(query, packing), layout.to_grid(key, packing)
-        value = layout.to_grid(value, packing)
+        query, key, value = map(partial(layout.to_grid, packing=packing), (query, key, value))
     if plain and _is_short(query, key, attention_mask):
         if (causal := kwargs.get("is_causal")) is None:
             causal = getattr(module, "is_causal", True)

@@ -89,15 +89,25 @@ class Sequences(RowRecord):
         """One response [B, R], padding on the right, behind each prompt [B, Q] of at least one
         token, padding on the left; ``decoder_start`` is the token that a decoder beside an encoder
         starts from, None for a causal model."""
-        encoder = () if decoder_start is None else right_padded(prompt_tokens, prompt_mask)
         if decoder_start is not None:
-            prompt_tokens = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
-            prompt_mask = torch.ones_like(prompt_tokens, dtype=torch.bool)
+            return Sequences._beside_encoder(prompt_tokens, prompt_mask, response_tokens,
+                                             response_mask, decoder_start)
         lengths, before = response_mask.sum(1), prompt_mask.sum(1)
         places = before[:, None] + torch.arange(response_mask.shape[1])
         tokens, _ = right_padded(torch.cat([prompt_tokens, response_tokens], dim=1),
                                  torch.cat([prompt_mask, response_mask], dim=1))
-        return Sequences(tokens, before + lengths, places * response_mask, response_mask, *encoder)
+        return Sequences(tokens, before + lengths, places * response_mask, response_mask)
+
+    @staticmethod
+    def _beside_encoder(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                        response_tokens: torch.Tensor, response_mask: torch.Tensor,
+                        decoder_start: int) -> Sequences:
+        """As :meth:`of_responses`, of a decoder beside an encoder that reads the prompts."""
+        start = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
+        decoded = Sequences.of_responses(start, torch.ones_like(start, dtype=torch.bool),
+                                         response_tokens, response_mask)
+        tokens, mask = right_padded(prompt_tokens, prompt_mask)
+        return replace(decoded, encoder_tokens=tokens, encoder_mask=mask)
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -274,17 +284,12 @@ class RowBatch:
     """tokens of each of them"""
 
 
-def longest_first(lengths: torch.Tensor) -> torch.Tensor:
-    """Row numbers sorted by length: neighbours are of like length, so that little is padded, and
-    the largest group of them shows at once whether it fits."""
-    return torch.argsort(lengths, descending=True, stable=True)
-
-
-def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int | None
+def in_groups(lengths: torch.Tensor, rows: int, tokens: int | None, part: slice = slice(None)
               ) -> list[torch.Tensor]:
-    """Rows in the order of :func:`longest_first`, in groups of at most ``rows`` and so many
-    ``tokens``, rows times the longest of them; one row may have more."""
-    groups, start = [], 0
+    """Row numbers, the longest first, or a ``part`` of that order, in groups of at most ``rows``
+    and so many ``tokens``, rows times the longest of them; one row may have more. Neighbours are of
+    like length, so that little is padded, and the first group shows at once whether it fits."""
+    order, groups, start = lengths.argsort(descending=True, stable=True)[part], [], 0
     while start < len(order):
         size = rows if tokens is None else max(
             1, min(rows, tokens // max(int(lengths[order[start]]), 1)))
@@ -298,7 +303,7 @@ def lay_out_rows(samples: Sequences, size: int, device: torch.device, *, pack: b
     """All samples that have actions, at most ``size`` rows per pass, and ``tokens`` as of
     :func:`in_groups`; packed as of :func:`lay_out`."""
     batches = []
-    for rows in in_groups(longest_first(samples.spans), samples.spans, size, tokens):
+    for rows in in_groups(samples.spans, size, tokens):
         part = samples.rows(rows)
         if not bool(part.mask.any()):
             continue

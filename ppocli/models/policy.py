@@ -159,8 +159,7 @@ class Policy(nn.Module):
         return self.value_trunk is not None and self.value_trunk.split is None
 
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """[N, D] states that predict the response tokens, and what the value function starts
-        from."""
+        """[N, D] states that predict the response tokens, and what values are computed from."""
         lm = self._entered(batch)
         split = None if self.value_trunk is None else self.value_trunk.split
         with stacks.inputs_at(split, self.lm) as shared:
@@ -188,8 +187,7 @@ class Policy(nn.Module):
                 reference: OtherHead | None = None, all_rows: bool = False) -> TokenFigures:
         """Logprobs, values and (on demand) entropies of the batch's response tokens, and the KL to
         the ``reference`` over the whole vocabulary. With ``value_only`` logprobs and the policy's
-        hidden states carry no gradient; with ``all_rows`` rows of the output embedding count that
-        stand for no token."""
+        states carry no gradient; with ``all_rows`` the output's rows without a token count too."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             figures = token_logprobs(
@@ -328,7 +326,7 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
             hidden, shared = policy.trunk(one.batch)
     if want_logprobs and hidden is not None:
         logprobs = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,
-                                  temperature=temperature, want_entropy=False).logprobs
+                                  temperature=temperature).logprobs
     values = policy.values(one.batch, hidden, shared) if want_values else None
     return Scored(logprobs, hidden if keep_hidden else None, frozen[-1] if frozen else None, values)
 
@@ -336,19 +334,17 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
 def score_reference(reference: Reference, view: Any, one: RowBatch, *, temperature: float,
                     of_policy: OtherHead | None = None, frozen_states: torch.Tensor | None = None,
                     split: stacks.SplitPoint | None = None) -> Scored:
-    """The reference's logprobs and states by its ``view`` as a model, which may be run on another
-    device, and the KL over the whole vocabulary, given the policy's states and its head, which the
-    view may have put the reference's in the place of. Where the reference is split as the policy
-    is, it starts from ``frozen_states`` of the policy's pass; where they are not there, they are
-    kept at ``split``."""
+    """The reference's logprobs and states by its ``view`` as a model, on whichever device that is,
+    and the KL over the whole vocabulary from the policy's states and head ``of_policy``, in whose
+    place the view may have put the reference's. Where the reference is split as the policy is, it
+    starts from ``frozen_states`` of the policy's pass; without them, they are kept at ``split``."""
     batch = one.batch.to(view.get_output_embeddings().weight.device)
     lm = view if frozen_states is None or reference.split is None else (
         reference.split.resumed(view, frozen_states))
     with stacks.inputs_at(split if frozen_states is None else None, view) as entering:
         states = response_hidden(lm, batch)
     head = HeadWeights.of(view)
-    logprobs = token_logprobs(states, head, batch.targets, temperature=temperature,
-                              want_entropy=False).logprobs
+    logprobs = token_logprobs(states, head, batch.targets, temperature=temperature).logprobs
     kl = None if of_policy is None else full_kl(of_policy.states, of_policy.head, states, head,
                                                 temperature=temperature)
     return Scored(logprobs, states, entering[-1] if entering else frozen_states, full_kl=kl)

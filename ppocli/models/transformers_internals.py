@@ -149,9 +149,8 @@ def _roomy_layer() -> Any:
             if not self.is_initialized:
                 self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
                 self.is_initialized = True
-            held: Any = self
-            self.keys = _extended(held.keys, key_states, self.most)
-            self.values = _extended(held.values, value_states, self.most)
+            self.keys = _extended(self.keys, key_states, self.most)
+            self.values = _extended(self.values, value_states, self.most)
             return self.keys, self.values
 
     return RoomyLayer
@@ -163,7 +162,7 @@ def _put(held: Any, column: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return room.index_copy_(2, column, new.to(room.dtype))
 
 
-def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
+def _extended(held: Any, new: torch.Tensor, most: int) -> torch.Tensor:
     """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room; in
     the type of attention's products: under autocast all would else be rounded anew each time."""
     count, end, room = held.shape[2], held.shape[2] + new.shape[2], getattr(held, _ROOM, None)
@@ -217,15 +216,12 @@ def room_of(states: torch.Tensor) -> torch.Tensor | None:
 
 
 def give_room(cache: Any, most: int) -> Any:
-    """Transformers' cache with such layers in place of its plain ones, for ``most`` tokens a
-    row."""
+    """Transformers' cache with such layers in place of plain ones, for ``most`` tokens a row."""
     from transformers.cache_utils import DynamicLayer
 
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = _roomy_layer()(most)
-            if layer.is_initialized:
-                cache.layers[i].update(layer.keys, layer.values)
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = partial(_roomy_layer(), most)
     return cache

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -213,13 +214,14 @@ def split_at(lm: Any, layer: int) -> SplitPoint:
 def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]:
     """Collects what enters the layer, [b, T, D] of each pass meanwhile; nothing without a split."""
     inputs: list[torch.Tensor] = []
-
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(args[0] if args else kwargs["hidden_states"])
-
-    with nullcontext() if split is None else (
-            layer_stack(lm)[split.layer].register_forward_pre_hook(take, with_kwargs=True)):
+    with nullcontext() if split is None else layer_stack(lm)[split.layer].register_forward_pre_hook(
+            partial(_keep_input, inputs), with_kwargs=True):
         yield inputs
+
+
+def _keep_input(inputs: list[torch.Tensor], _: nn.Module, args: tuple[Any, ...],
+                kwargs: dict[str, Any]) -> None:
+    inputs.append(args[0] if args else kwargs["hidden_states"])
 
 
 def trained_split(lm: Any) -> SplitPoint | None:

@@ -56,6 +56,8 @@ class AdvantageInputs:
     """GRPO: divide by the group's standard deviation"""
     batch_std: bool = False
     """GRPO: divide by that of all outcomes instead"""
+    group_baseline: bool = False
+    """GAE: the samples of one prompt correct each other's values"""
     gaps: torch.Tensor | None = None
     """[B, R] steps of reward and value 0 between each token and the next that counts; GAE only"""
     turns: torch.Tensor | None = None
@@ -70,19 +72,40 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
     a sample's last token is 0, whether or not it ended by itself (truncation is terminal). With
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
-    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``, one or [B], is in place of that of
-    ``samples``."""
+    (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``). ``lam``, one or [B], replaces theirs."""
     values: Any = samples.values
     if lam is None:
         lam = samples.lam if samples.lam_alpha is None else _adaptive_lam(
             samples.lam_alpha, samples.mask.sum(1).to(values.dtype))
     if samples.turns is not None:
         return _over_turns(samples, values, samples.turns, lam)
+    if samples.group_baseline:
+        values = values + _missed_by_values(samples)
     advantages = targets = _exponential(samples, values, lam)
     if samples.lam_alpha is not None or samples.lam_value is not None:
         targets = _exponential(samples, values, samples.lam if samples.lam_value is None
                                else samples.lam_value)
     return advantages, (targets + values * samples.mask) * samples.mask
+
+
+def _missed_by_values(samples: AdvantageInputs) -> torch.Tensor:
+    """[B, 1] what the values of each sample probably miss, by the other samples of its prompt.
+
+    A sample's return less its first value is predicted from the mean of the same over its group's
+    other samples, by least squares over the rollout: the slope is near 1 where the values know
+    nothing of prompts that differ much (the baseline is then RLOO's), and near 0 where they know
+    it all, or where groups are so small that their means are noise. A sample's baseline hardly
+    depends on its own reward, as with whitening. 0 where nothing shares a prompt."""
+    missed = _exponential(samples, samples.values, 1.0)[:, 0].double()
+    counts = _in_group(samples, missed.new_ones(len(missed)))
+    shared = counts > 1
+    if not shared.any():
+        return samples.rewards.new_zeros(len(missed), 1)
+    others = (_in_group(samples, missed) - missed) / (counts - 1).clamp(min=1)
+    mean = missed[shared].mean()
+    centred = (others - mean) * shared
+    slope = ((missed - mean) * centred).sum() / centred.square().sum().clamp(min=1e-12)
+    return (mean + slope.clamp(0.0, 1.0) * centred)[:, None].to(samples.rewards.dtype)
 
 
 def _adaptive_lam(alpha: float, lengths: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -115,13 +115,9 @@ class PPOState:
     decoding_differs: bool = False
     """a step's first ratios were off 1: old logprobs come from forward passes since"""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
-
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> PPOState:
-        """The state that :meth:`to_json` wrote."""
+        """The state that :func:`dataclasses.asdict` made plain."""
         return PPOState(**{**data, "moments": losses.RunningMoments(**data["moments"])})
 
 
@@ -172,13 +168,13 @@ def _overlong_penalties(rollout: Rollout, cfg: schema.TrainConfig, buffer: int) 
 def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What lands on the tokens: scaled and clipped scores less penalties, [B] for the last token,
-    and dense rewards [B, R], scaled and clipped entry by entry, or None.
-
-    ``running`` divides by the running deviation (trlX ``scale_reward: running``), with
-    ``reward.center`` after the running mean was taken off (TRL ``use_score_norm``); ``ref`` divides
-    by the reference one. Clipping comes after scaling (TRL) or, with ``reward.clip_first``, before
-    it (trlX), penalties after both.
-    """
+    and dense rewards [B, R], scaled and clipped entry by entry, or None. ``running`` divides by the
+    running deviation (trlX ``scale_reward: running``), with ``reward.center`` after the running
+    mean was taken off (TRL ``use_score_norm``); ``ref`` divides by the reference one. Clipping
+    comes after scaling (TRL) or, with ``reward.clip_first``, before it (trlX), penalties after
+    both. Those for responses that never ended or are too short are subtracted, as TRL's
+    ``missing_eos_penalty``, both if both apply; or the larger one replaces the score, as
+    torchtune's ``reward_penalty`` and summarize-from-feedback have it."""
     reward, dense, std, mean = cfg.reward, rollout.extras.dense, 1.0, 0.0
     clip = math.inf if reward.clip is None else reward.clip
     before, after = (clip, math.inf) if reward.clip_first else (math.inf, clip)
@@ -192,22 +188,11 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
         dense = (dense.clamp(-before, before) / std).clamp(-after, after)
         # the mean is a sample's, not a token's: it comes off once, at the end
         scores = torch.full_like(scores, -mean / std)
-    if penalties := penalties_of(rollout, cfg):
-        return _penalised(scores, dense, penalties, replaces=reward.penalty_mode == "replace")
-    return scores.float(), dense
-
-
-def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
-               penalties: dict[str, torch.Tensor], *, replaces: bool
-               ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores and dense rewards less penalties: those of responses that never ended or are too short
-    are subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, if one ``replaces``
-    them, as torchtune's ``reward_penalty`` and summarize-from-feedback, the larger one is put in
-    their place."""
+    penalties = penalties_of(rollout, cfg)
     overlong = penalties.pop("overlong", None)
     if penalties:
         amounts = torch.stack(list(penalties.values()))  # [1 or 2, B], NaN where none applies
-        if replaces:
+        if reward.penalty_mode == "replace":
             spared = amounts.isnan().all(0)
             scores = torch.where(spared, scores, -amounts.nan_to_num(-math.inf).amax(0))
             dense = None if dense is None else dense * spared[:, None]
@@ -219,17 +204,16 @@ def _penalised(scores: torch.Tensor, dense: torch.Tensor | None,
 def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOConfig, *,
                         pretrains: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Advantages and returns [B, R] by ``ppo.advantage``; returns are None without a critic. The
-    samples of a prompt that are left without an invalid one are their whole group. With
-    ``pretrains`` the value function learns what really followed, ``R_t = sum over k >= t of
-    gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv 2503.01491,
-    section on value pretraining)."""
+    valid samples of a prompt are its whole group. With ``pretrains`` the value function learns what
+    really followed, ``R_t = sum over k >= t of gamma^(k-t) r_k``, and nothing of its own estimates
+    (VC-PPO, Yuan et al. 2025, arXiv 2503.01491, section on value pretraining)."""
     estimator = ESTIMATORS[ppo.advantage]
     return estimator.estimate(AdvantageInputs(
         rewards, kept.sequences.mask, torch.tensor(kept.prompts.episodes) // ppo.n,
         kept.values if estimator.needs_critic else None, gamma=ppo.gamma, lam=ppo.lam,
         lam_value=1.0 if pretrains else ppo.lam_value, lam_alpha=ppo.lam_alpha,
-        group_std=ppo.group_std, batch_std=ppo.batch_std, gaps=kept.extras.gaps,
-        turns=kept.turns if ppo.gae_unit == "turn" else None))
+        group_std=ppo.group_std, batch_std=ppo.batch_std, group_baseline=ppo.group_baseline,
+        gaps=kept.extras.gaps, turns=kept.turns if ppo.gae_unit == "turn" else None))
 
 
 def off_policy_correction(kept: Rollout, cfg: schema.TrainConfig
@@ -256,13 +240,12 @@ def experience_of(kept: Rollout, ppo: schema.PPOConfig, *, kl_coef: float, progr
     options = losses.LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=coef, kl_coef=kl_coef,
-        kl_estimator=tasks.kl_estimator(ppo), policy_loss=ppo.policy_loss,
-        nll_coef=ppo.positive_nll_coef)
+        kl_estimator=tasks.kl_term(ppo)[1], policy_loss=ppo.policy_loss,
+        has_entropy=max(ppo.ent_coef, ppo.ent_coef_end or 0.0) > 0, nll_coef=ppo.positive_nll_coef)
     extras = ExperienceExtras(
         counts=counts, importance=importance, frozen_states=kept.extras.frozen_states,
+        imitated=torch.tensor(kept.scores) > ppo.positive_above if ppo.positive_nll_coef else None,
         pretrains=pretrains)
-    if ppo.positive_nll_coef:
-        extras = replace(extras, imitated=torch.tensor(kept.scores) > ppo.positive_above)
     if kl_coef > 0:
         extras = replace(extras, ref_logprobs=kept.ref_logprobs, ref_states=kept.extras.ref_states)
     values = kept.values * kept.sequences.mask if ESTIMATORS[ppo.advantage].needs_critic else None
@@ -373,7 +356,7 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
         states = torch.cat([extras.ref_states[i] for i in rows.tolist()])
         other = head.OtherHead(to_device(states, session.backend.device), extras.ref_head)
     forward = partial(session.trained.engine, temperature=session.sampling.temperature,
-                      want_entropy=tasks.wants_entropy(session.cfg.ppo), value_only=value_only,
+                      want_entropy=experience.options.has_entropy, value_only=value_only,
                       reference=other)
     if session.policy.split is not None and extras.frozen_states:
         forward = partial(_replay_top, session, extras.frozen_states, rows.tolist(), samples,

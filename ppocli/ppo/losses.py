@@ -167,8 +167,7 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
         "token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
         "seq-mean-token-mean": lengths.clamp(min=1).float() * samples,
         "seq-mean-token-sum-norm": samples * max_tokens}
-    weights: torch.Tensor = torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
-    return weights
+    return torch.ones_like(lengths, dtype=torch.float32).div(divisors[aggregation])
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +185,8 @@ class LossOptions:
     """None: values are not clipped"""
     vf_coef: float = 0.0
     ent_coef: float = 0.0
+    has_entropy: bool = False
+    """whether the entropy is a term of the loss, now or later in the run"""
     nll_coef: float = 0.0
     """of the likelihood of imitated tokens"""
     kl_coef: float = 0.0
@@ -252,6 +253,8 @@ class PPOLoss(NamedTuple):
     ratio: torch.Tensor
     max_log_ratio: torch.Tensor
     """largest absolute log-ratio, which no clip has touched"""
+    ptx: torch.Tensor
+    """mean negative log-likelihood of the examples of ``ppo.ptx``; 0 of samples"""
 
 
 def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -275,11 +278,18 @@ def _policy_terms(tokens: LossInputs, log_ratio: torch.Tensor, options: LossOpti
     unclipped, clipped = -advantages * ratio, -advantages * near
     loss = torch.maximum(unclipped, clipped)
     is_clipped = clipped > unclipped
-    if options.dual_clip is None:
-        return loss, is_clipped, torch.zeros_like(is_clipped)
-    bound = -advantages * options.dual_clip
+    is_bounded = torch.zeros_like(is_clipped)
+    if options.dual_clip is not None:
+        loss, is_bounded = _dual_clipped(loss, advantages, options.dual_clip)
+    return loss, is_clipped, is_bounded
+
+
+def _dual_clipped(loss: torch.Tensor, advantages: torch.Tensor, dual_clip: float
+                  ) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] the losses, bounded where advantages are negative, and where the bound counted."""
+    bound = -advantages * dual_clip
     is_bounded = (advantages < 0) & (loss > bound)
-    return torch.where(is_bounded, bound, loss), is_clipped, is_bounded
+    return torch.where(is_bounded, bound, loss), is_bounded
 
 
 def _weighted_logprobs(tokens: LossInputs, ratio: torch.Tensor, near: torch.Tensor, most: float,
@@ -308,11 +318,10 @@ def _value_terms(values: torch.Tensor, old_values: torch.Tensor, returns: torch.
 
 
 def ppo_loss(options: LossOptions, tokens: LossInputs) -> PPOLoss:
-    """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9):
-    policy + vf_coef * value / 2 - ent_coef * entropy + kl_coef * kl + nll_coef * nll, each but the
-    last a sum of ``weights`` times the term. The KL is differentiated as it stands (Shao et al.
-    2024, eq. 4, for k3), nll is ``-sum imitated logprob`` (VAPO, Yue et al. 2025, arXiv
-    2504.05118)."""
+    """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9): policy + vf_coef * value
+    / 2 - ent_coef * entropy + kl_coef * kl + nll_coef * nll, each but the last a sum of ``weights``
+    times the term. The KL is differentiated as it stands (Shao et al. 2024, eq. 4, for k3), nll is
+    ``-sum imitated logprob`` (VAPO, Yue et al. 2025, arXiv 2504.05118)."""
     logprobs, weights = tokens.logprobs, tokens.weights
     log_ratio, share = logprobs - tokens.old_logprobs, 1.0 / max(tokens.total_tokens, 1)
     losses, is_clipped, is_bounded = _policy_terms(tokens, log_ratio, options)
@@ -345,4 +354,4 @@ def ppo_loss(options: LossOptions, tokens: LossInputs) -> PPOLoss:
         policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,
         value_clipfrac=value_clipfrac, value_error=value_error,
         ratio=torch.exp(moved.clamp(max=MAX_LOG_RATIO)).sum() * share,
-        max_log_ratio=moved.abs().max() if moved.numel() else zero)
+        max_log_ratio=moved.abs().max() if moved.numel() else zero, ptx=zero)

@@ -55,7 +55,7 @@ def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local
              spec: SamplingSpec) -> Chunk:
     """Samples with their responses as text, trimmed as ``spec`` has it, or of episodes the
     transcripts; the first ``num_local`` are this rank's own."""
-    prompts, samples = prompts.first(num_local), out.rows(slice(num_local))
+    prompts, samples = rows_of(prompts, slice(num_local)), out.rows(slice(num_local))
     texts = [episode.transcript for episode in samples.episodes] if samples.episodes is not None \
         else decode_responses(session.tokenizer, contexts_of(session, prompts), samples.action_ids,
                               spec)
@@ -63,9 +63,8 @@ def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, num_local
 
 
 def share_of_prompts(session: Session, start: int, count: int) -> tuple[PromptBatch, int]:
-    """This rank's prompts of the episodes ``start`` to ``start + count``, and how many of them are
-    its own (:meth:`Ranks.share`): each ``ppo.n`` times in a row, in an order by seed and position
-    alone."""
+    """This rank's prompts of the episodes ``start`` to ``start + count``, each ``ppo.n`` times in a
+    row, in an order by seed and position alone; and how many are its own (:meth:`Ranks.share`)."""
     n, first, stop = session.cfg.ppo.n, start // session.cfg.ppo.n, start + count
     indices = session.prompts.indices(first, -(-stop // n) - first, seed=session.cfg.seed,
                                       shuffle=session.cfg.prompts.shuffle)
@@ -94,15 +93,13 @@ def generate_chunks(session: Session, context: StepContext, policy: Policy, spec
 
 def sample_policy(session: EvalSession, context: StepContext, policy: Policy, prompts: PromptBatch,
                   spec: SamplingSpec, stream: int, size: int = 0) -> Generator[Samples]:
-    """One sample of the policy, as the sampler's ``acting`` yields it, per prompt, ``size`` (by
-    default ``chunk_size``) at a time. A DivergedError where its probabilities are no longer finite,
-    an OutOfMemoryError where there is no room for one response, a ConfigError where a sampler of
-    the user's own chose an id without a token."""
+    """One sample of the policy, as the sampler's ``acting`` yields it, per prompt, ``size``
+    (default: ``chunk_size``) at a time. A DivergedError where its probabilities aren't finite, an
+    OutOfMemoryError where one response is too much, a ConfigError for an id without a token."""
     vocabulary, split = vocabulary_of(policy.eval().lm), policy.split
-    if split is not None and not (stream == ROLLOUT and _keeps_states(session, prompts, spec)):
-        split = None
-    model = GenerationModel(
-        policy.lm, policy.value_head if policy.values_while_decoding else None, split)
+    keeps = split is not None and stream == ROLLOUT and _keeps_states(session, prompts, spec)
+    model = GenerationModel(policy.lm, policy.value_head if policy.values_while_decoding else None,
+                            split if keeps else None)
     for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
                              context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                              chunk=size or session.chunk_size):

@@ -61,8 +61,6 @@ class PPOTask(task.Task):
         self.samples_per_pass = self.cfg.ppo.n * len(session.prompts)
         self.chunk_size = session.chunk_size
         self.resume = PPOResume(self)
-        if session.examples is not None:
-            self.terms = (*self.terms, "ptx")
         self._value_schedule = tasks.value_scheduler(self.cfg.ppo)
         # a value function with a rate of its own keeps it
         roles = ("policy",) if self.cfg.ppo.optimizer.value_lr is not None else ("policy", "value")
@@ -72,8 +70,8 @@ class PPOTask(task.Task):
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """As :class:`Task`."""
         coef = tasks.kl_coef(self.cfg.ppo)
-        return PPOState(kl_coef=coef, init_kl_coef=coef,
-                        rate=first_rate(self.cfg.ppo.optimizer.lr)).to_json(), {}
+        return asdict(PPOState(kl_coef=coef, init_kl_coef=coef,
+                               rate=first_rate(self.cfg.ppo.optimizer.lr))), {}
 
     def collect(self, state: TrainState, context: task.StepContext) -> Rollout:
         """As :class:`Task`: sample, score, measure."""
@@ -127,14 +125,13 @@ class PPOTask(task.Task):
         if examples is not None and int(rows[0]) >= count:
             return self._loss_of_examples(examples, rows - count, weights)
         of_policy, tokens = step.loss(self.session, atoms, rows, weights, group)
-        zeros = [of_policy.total.new_zeros(())] * (len(self.terms) - len(of_policy))
-        return task.LossTerms(of_policy.total, torch.stack([*of_policy, *zeros]).detach(), tokens)
+        return task.LossTerms(of_policy.total, torch.stack(of_policy).detach(), tokens)
 
     def _loss_of_examples(self, examples: Examples, rows: torch.Tensor, weights: torch.Tensor
                           ) -> task.LossTerms:
         nll, tokens = examples_loss(self.session, examples, rows, weights)
         total, zero = self.cfg.ppo.ptx.coef * nll, nll.new_zeros(())
-        values = [total, *[zero] * (len(PPOLoss._fields) - 1), nll]
+        values = [total, *[zero] * (len(PPOLoss._fields) - 2), nll]
         return task.LossTerms(total, torch.stack(values).detach(), tokens)
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
@@ -159,20 +156,29 @@ class PPOTask(task.Task):
             row["policy/step_kl"] = moved = kl_of_updates(result.made.get(POLICY, ()),
                                                           plan.atoms.mean_loss_tokens)
             after = replace(after, rate=self._next_rate(state, before.rate, moved, result))
-        if self.session.examples is not None:
-            after = replace(after, mixed_in=before.mixed_in + examples_of(cfg.ppo, len(batch)))
-        tokens = extras.sampled_tokens or int(batch.sequences.mask.sum())
-        if extras.sampled:
-            after = replace(after, left_out=before.left_out + extras.sampled - len(batch))
-        elif extras.waiting or state.tensors:  # sampled now for later steps, or before for this one
-            tokens += (rollout_sources.response_tokens(extras.waiting)
-                       - rollout_sources.response_tokens(state.tensors))
+        tokens = int(batch.sequences.mask.sum())
+        if extras.sampled or extras.waiting or state.tensors or self.session.examples is not None:
+            after, tokens = self._count_more(state, after, batch, tokens)
         after, warnings = step_metrics.watch(self.session, batch, after, row, state)
         if gap := step_metrics.decoding_gap(self.session, result):
             after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
             self.session.from_decode = False
-        return task.Finished(row, after.to_json(), tensors=extras.waiting, warnings=warnings,
+        return task.Finished(row, asdict(after), tensors=extras.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
+
+    def _count_more(self, state: TrainState, after: PPOState, batch: Rollout, tokens: int
+                    ) -> tuple[PPOState, int]:
+        """The state that counts samples and examples beyond the batch, and the tokens sampled in
+        this step; the batch has ``tokens``."""
+        extras = batch.extras
+        if self.session.examples is not None:
+            after = replace(after, mixed_in=after.mixed_in + examples_of(self.cfg.ppo, len(batch)))
+        if extras.sampled:
+            left_out = after.left_out + extras.sampled - len(batch)
+            return replace(after, left_out=left_out), extras.sampled_tokens
+        # sampled now for later steps, or before for this one
+        return after, (tokens + rollout_sources.response_tokens(extras.waiting)
+                       - rollout_sources.response_tokens(state.tensors))
 
     def _next_rate(self, state: TrainState, rate: float, moved: float, result: task.OptimizeResult
                    ) -> float:
@@ -180,7 +186,7 @@ class PPOTask(task.Task):
         cfg = self.cfg
         if not self._steered_roles or result.terms["grad_norm"] <= NO_GRADIENT:
             return rate
-        shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(cfg, state))
+        shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(state))
         return next_rate(rate, moved, (cfg.ppo.step_kl or 0.0) * shape**2)
 
     def on_step_end(self, state: TrainState) -> None:
@@ -346,7 +352,7 @@ class PPOResume(task.Resume):
             self.task.session.from_decode = False
         if old.init_kl_coef != new.init_kl_coef:
             old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
-        return replace(saved, task=old.to_json())
+        return replace(saved, task=asdict(old))
 
     def digests(self) -> dict[str, str]:
         """As :class:`Resume`: of the prompts and of the reference's weights."""

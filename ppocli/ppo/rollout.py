@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config.tasks import full_kl_in_loss, kl_estimator
+from ppocli.config.tasks import kl_term
 from ppocli.data.data_set import PromptBatch, RowRecord, joined, rows_of
 from ppocli.errors import ConfigError
 from ppocli.models import layout
@@ -288,13 +288,14 @@ def measure_chunk(session: Session, context: StepContext, policy: Policy, chunk:
                   forward: bool) -> dict[str, Any]:
     """Forward passes over a chunk's samples (:func:`measure`); with ``forward`` also for values,
     and for logprobs unless ratios are to be to the sampler's own."""
-    ppo, in_loss = session.cfg.ppo, full_kl_in_loss(session.cfg.ppo)
+    ppo, (place, estimator) = session.cfg.ppo, kl_term(session.cfg.ppo)
+    full_in_loss = (place, estimator) == ("loss", "full")
     return measure(session, context, policy, chunk.out, PassOptions(
-        "scoring", "k1" if in_loss else kl_estimator(ppo), session.sampling.temperature,
+        "scoring", "k1" if full_in_loss else estimator, session.sampling.temperature,
         want_logprobs=forward and ppo.old_logprobs == "trainer",
         want_values=policy.value_head is not None and (
             forward or not policy.values_while_decoding),
-        want_ref_states=in_loss,
+        want_ref_states=full_in_loss,
         most_frozen_bytes=session.frozen_states_bytes * len(chunk.out) // ppo.num_rollouts))
 
 
@@ -304,12 +305,11 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: d
     samples, count = chunk.samples, len(chunk.responses)
     columns = measured if count == len(chunk.out) else rows_of(measured, slice(count))
     logprobs, values = columns["logprobs"], columns["values"]
-    extras = RolloutExtras(frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
-                           sampler_logprobs=None if logprobs is None else samples.logprobs)
-    if scores.dense is not None:
-        extras = replace(extras, dense=_on_tokens(scores.dense, samples.mask))
-    if samples.episodes:
-        extras = replace(extras, episodes=without_environments(samples.episodes))
+    extras = RolloutExtras(
+        frozen_states=columns["frozen_states"], ref_states=columns["ref_states"],
+        dense=None if scores.dense is None else _on_tokens(scores.dense, samples.mask),
+        sampler_logprobs=None if logprobs is None else samples.logprobs,
+        episodes=without_environments(samples.episodes) if samples.episodes else [])
     return Rollout(
         chunk.prompts, samples.sequences, samples.logprobs if logprobs is None else logprobs,
         columns["ref_logprobs"], samples.values if values is None else values, columns["kl"],

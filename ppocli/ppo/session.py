@@ -11,8 +11,7 @@ from ppocli.config.tasks import (
     corrects,
     decoding_scores,
     kl_coef,
-    kl_estimator,
-    kl_in,
+    kl_term,
     longest_response,
     reference_sharded,
 )
@@ -160,7 +159,7 @@ def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler) 
     if not sampler.repeatable:
         log.info("%s draws other samples each time: a resumed run goes on with others than an "
                  "uninterrupted one.", type(sampler).__name__)
-    if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and kl_coef(cfg.ppo) > 0:
+    if kl_term(cfg.ppo) == ("loss", "k1") and kl_coef(cfg.ppo) > 0:
         log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
                     "to the reference. ppo.kl_estimator=k3+, k2 or k3 does.")
 

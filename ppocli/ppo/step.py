@@ -26,9 +26,8 @@ from ppocli.training.task import Plan, StepContext, UpdateGroup
 
 def collect_rollout(session: Session, context: StepContext, start: int, count: int,
                     samples: Samples | None = None) -> Rollout:
-    """Sample, score and measure the episodes ``start`` to ``start + count``: B samples in the order
-    of their episodes, the same on all ranks; or score and measure this rank's ``samples`` [b] of an
-    earlier policy."""
+    """Sample, score and measure episodes ``start`` to ``start + count``: B samples in their order,
+    the same on all ranks; or score and measure this rank's ``samples`` [b] of an earlier policy."""
     clock, pending = context.clock, None
     prompts, num_local = policy_samples.share_of_prompts(session, start, count)  # [b, Q]
     forward = samples is not None or not session.from_decode
@@ -54,13 +53,12 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
                   progress: float = 0.0, pretrains: bool = False) -> Experience:
     """Token rewards, advantages and returns [B, R] of the samples with a valid score, with the KL
-    coefficient of ``state``, that before this rollout. ``progress`` is 0 in the first step of the
-    run, 1 in the last; if it ``pretrains``, the value function alone learns, from returns of lambda
-    1."""
+    coefficient of ``state``, that before this rollout. ``progress`` is 0 in the first step, 1 in
+    the last; if it ``pretrains``, the value function alone learns, from returns of lambda 1."""
     ppo, kept = cfg.ppo, rollout
     if not bool(rollout.valid.all()):
         kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
-    mask, kl_in = kept.sequences.mask, tasks.kl_in(ppo)
+    mask, (kl_in, _) = kept.sequences.mask, tasks.kl_term(ppo)
     # a KL that is rounding alone is not charged: whitening, and Adam, would make a signal of it
     moved = not bool((kept.k1.abs() <= losses.ROUNDING).all())  # NaN is no rounding
     if cfg.reward.scale != "none":
@@ -122,9 +120,8 @@ def update_of(session: Session, experience: Experience, rows: torch.Tensor, epoc
 
 def loss(session: Session, experience: Experience, rows: torch.Tensor, weights: torch.Tensor,
          group: UpdateGroup) -> tuple[losses.PPOLoss, int]:
-    """:func:`ppocli.ppo.losses.ppo_loss` of the policy as it is now at the places ``rows`` [b] of
-    the experience, each token of which has a weight [b] in the whole update, the ``group``; and the
-    tokens computed."""
+    """:func:`~ppocli.ppo.losses.ppo_loss` of the present policy at ``rows`` [b] of the experience,
+    whose tokens have ``weights`` [b] in the ``group``'s update; and the tokens computed."""
     extras, mask = experience.extras, experience.sequences.mask[rows]
     device, lengths = session.backend.device, mask.sum(1)
     policy, tokens = exp.replay(session, experience, rows, value_only=group.part == CRITIC)

@@ -95,10 +95,8 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and biased standard deviation; NaN without any."""
-    middle, squares = mean(values), list[float]()
-    for value in values:
-        squares.append((value - middle) ** 2)
-    return middle, math.sqrt(mean(squares))
+    middle = mean(values)
+    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
@@ -107,7 +105,7 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     coefficient that its rewards, or its loss, were charged with."""
     mask, extras, kl, penalty = rollout.sequences.mask, rollout.extras, rollout.sequence_kl, 0.0
     lengths, (score, std) = mask.sum(1).double(), mean_std(rollout.valid_scores)
-    if tasks.kl_in(cfg.ppo) == "reward":
+    if tasks.kl_term(cfg.ppo)[0] == "reward":
         penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
         "reward/mean": score, "reward/std": std,
@@ -208,7 +206,7 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
     terms = result.terms | {"lr": result.lr, "skipped": float(result.skipped),
                             "early_stopped": float(result.early_stopped),
                             "ent_coef": experience.options.ent_coef}
-    enabled = {"critic": returns is not None, "entropy": tasks.wants_entropy(ppo),
+    enabled = {"critic": returns is not None, "entropy": experience.options.has_entropy,
                "ent_coef_end": ppo.ent_coef_end is not None,
                "kl": extras.ref_logprobs is not None, "nll": extras.imitated is not None,
                "ptx": extras.examples is not None, "dual_clip": ppo.dual_clip is not None}
@@ -352,9 +350,8 @@ def signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: f
 
 def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
           state: TrainState) -> tuple[PPOState, list[str]]:
-    """Count the unhealthy signs of a step with the figures of ``row``, of which ``state`` is before
-    it; the state with its counters, and the sentences to show: one each time a sign has lasted
-    ``PATIENCE`` steps."""
+    """Count the unhealthy signs of the step after ``state`` by the figures of ``row``: the PPO
+    state with the counts, and a sentence for each sign that has now lasted ``PATIENCE`` steps."""
     ppo, length, scores = session.cfg.ppo, row["rollout/response_tokens_mean"], rollout.valid_scores
     first, falling = length if before.first_length is None else before.first_length, None
     alike = alike_share(rollout, ppo.n) if ESTIMATORS[ppo.advantage].needs_groups else 0.0

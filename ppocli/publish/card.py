@@ -107,9 +107,8 @@ def masked(text: str) -> str:
     tokens and passwords in URLs replaced by ``***``, and the home folder by ``~``."""
     from huggingface_hub import get_token
 
-    hidden = secrets.secret_values(frozenset(os.environ.items())) | secrets.SENT
-    hidden |= set(filter(None, [get_token()]))
-    text, home = secrets.without_secrets(text, hidden), os.path.expanduser("~")
+    text = secrets.hide_secrets(text, filter(None, [get_token()]))
+    home = os.path.expanduser("~")
     for folder in {home, os.path.realpath(home)} - {"~", "/", os.path.realpath("~")}:
         text = re.sub(re.escape(folder) + r"(?![\w.-])", "~", text)
     return text

@@ -6,7 +6,6 @@ alone, and not while SymPy is inside a long C call. So it runs in a process of i
 a script, which is killed and started again when it does not answer.
 """
 
-import importlib.util
 import json
 import select
 import subprocess
@@ -15,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ppocli.config.import_guard import require
 from ppocli.errors import RewardError
 
 STARTUP_SECONDS = 60.0
@@ -32,14 +32,12 @@ class Math:
         seconds: of each of the three parts of a comparison: reading either text, and comparing.
 
     Raises:
-        RewardError: math-verify is missing, the prompts have no such column, or an answer holds no
-            expression.
+        InputError: math-verify is missing.
+        RewardError: the prompts have no such column, or an answer holds no expression.
     """
 
     def __init__(self, column: str = "answer", seconds: int = 3) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise RewardError("reward.fn=math needs math-verify.", where="reward.fn",
-                              fix="pip install 'ppocli[math]'")
+        require("math_verify", "reward.fn=math", "reward.fn")
         if type(seconds) is not int or seconds < 1:
             raise RewardError(f"seconds={seconds!r} is not a whole number above 0.",
                               where="reward.kwargs.seconds", fix="reward.kwargs.seconds=3")

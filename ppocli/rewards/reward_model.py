@@ -21,6 +21,8 @@ from ppocli.rewards.reward_records import differences
 from ppocli.rewards.scorers import MODEL_KEY, SampleReader, check_choice
 
 Chats = Sequence[list[dict[str, Any]]] | None
+Tools = Sequence[Any] | None
+"""cells of the prompts' column of that name"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
 """in config.json of a model that ``ppocli reward-model`` has trained: mean and standard deviation
@@ -83,11 +85,11 @@ class SequenceReward:
         """Refuse a model with unsuitable outputs; this class accepts all."""
 
     def logits(self, samples: list[str], prompts: list[str], responses: list[str],
-               chats: Chats = None) -> torch.Tensor:
+               chats: Chats = None, tools: Tools = None) -> torch.Tensor:
         """[N, labels] float32 on CPU: raw outputs of the model, a decoder's at the last attended
         token. Texts are sorted by length, so that batches have little padding; outputs are in their
         order, and don't depend on the batches (to 1e-5 in fp32)."""
-        encoded = self.reader.read(samples, prompts, responses, chats)
+        encoded = self.reader.read(samples, prompts, responses, chats, tools)
         ids = encoded["input_ids"]
         order = sorted(range(len(ids)), key=list(map(len, ids)).__getitem__)
         logits = torch.empty(len(ids), len(self.labels), dtype=torch.float32)
@@ -174,9 +176,9 @@ class RewardModel(SequenceReward):
             else None
 
     def __call__(self, samples: list[str], prompts: list[str], responses: list[str],
-                 chats: Chats = None) -> list[float]:
+                 chats: Chats = None, tools: Tools = None) -> list[float]:
         """[N] raw scores."""
-        return self.logits(samples, prompts, responses, chats)[:, 0].tolist()
+        return self.logits(samples, prompts, responses, chats, tools)[:, 0].tolist()
 
 
 class StepRewardModel(RewardModel):
@@ -205,8 +207,8 @@ class StepRewardModel(RewardModel):
         self.difference = difference
 
     def __call__(self, samples: list[str], prompts: list[str],  # type: ignore[override]
-                 responses: list[str], steps: list[list[str]], chats: Chats = None
-                 ) -> list[list[float]]:
+                 responses: list[str], steps: list[list[str]], chats: Chats = None,
+                 tools: Tools = None) -> list[list[float]]:
         """[N] lists of one number per step."""
         until = [list(accumulate(one)) for one in steps]
         if not any(until):
@@ -219,8 +221,10 @@ class StepRewardModel(RewardModel):
                      for chat, one in zip(chats, until, strict=True) for text in one]
         else:
             chats = None
+        if tools is not None:
+            tools = [cell for cell, one in zip(tools, until, strict=True) for _ in one]
         whole = [prompt + text for prompt, text in zip(before, flat, strict=True)]
-        scores = self.logits(whole, before, flat, chats)[:, 0]
+        scores = self.logits(whole, before, flat, chats, tools)[:, 0]
         rows = [row.tolist() for row in scores.split([len(one) for one in steps])]
         return [differences(row) for row in rows] if self.difference else rows
 
@@ -268,9 +272,9 @@ class TextClassifier(SequenceReward):
             torch.sigmoid if one_by_one else partial(torch.softmax, dim=-1))
 
     def __call__(self, samples: list[str], prompts: list[str], responses: list[str],
-                 chats: Chats = None) -> list[float]:
+                 chats: Chats = None, tools: Tools = None) -> list[float]:
         """[N] scores of the label, in [0, 1] for ``output=probability``."""
-        scores = self.of_logits(self.logits(samples, prompts, responses, chats))
+        scores = self.of_logits(self.logits(samples, prompts, responses, chats, tools))
         return scores[:, self.position].tolist()
 
 

@@ -39,18 +39,18 @@ class BadValue(Exception):
 def read_scores(function: RewardFunction, request: RewardRequest, returned: Any) -> list[Score]:
     """Scores that a function returned, one per sample: floats, or lists with one per response
     token. A RewardError for a wrong count, type, shape or a number that float32 can't hold."""
+    if (type(returned) is list and len(returned) == len(request.responses)
+            and set(map(type, returned)) == {float} and max(map(abs, returned)) <= MAX_FLOAT32):
+        return list(returned)
+    return _read_each(function, request, returned)
+
+
+def _read_each(function: RewardFunction, request: RewardRequest, returned: Any) -> list[Score]:
+    """As :func:`read_scores`, of scores of any kind, each per token or per step if it is a list."""
     noun = "step" if request.steps is not None and function.takes_steps else "token"
     if function.style.scores is not None:
         returned = _scores_of_style(function, request, returned, EXPECTED[noun])
-    values = _values(function, request, returned, EXPECTED[noun])
-    if set(map(type, values)) == {float} and max(map(abs, values)) <= MAX_FLOAT32:
-        return list(values)
-    return _read_each(function, request, values, noun)
 
-
-def _read_each(function: RewardFunction, request: RewardRequest, values: Any, noun: str
-               ) -> list[Score]:
-    """As :func:`read_scores`, of scores of any kind, each per token or per step if it is a list."""
     def read(index: int, value: Any) -> Score:
         value = _plain(value)
         if value is None:
@@ -58,7 +58,7 @@ def _read_each(function: RewardFunction, request: RewardRequest, values: Any, no
         return _token_scores(function, request, index, value, noun) if isinstance(
             value, (list, tuple)) else _number(value)
 
-    scores = _each(function, request, values, read, EXPECTED[noun])
+    scores = _each(function, request, returned, read, EXPECTED[noun])
     if {float, list} <= set(map(type, scores)):
         first = next(type(score) for score in scores if score is not None)
         index = next(i for i, score in enumerate(scores) if type(score) not in (first, type(None)))

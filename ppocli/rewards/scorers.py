@@ -14,6 +14,8 @@ import transformers
 
 from ppocli.config.text import error_line, suggestion
 from ppocli.config.user_code import shorten
+from ppocli.data.chat_text import described_tools
+from ppocli.data.files import Row
 from ppocli.data.shapes import render
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.resolve import wrong_argument
@@ -218,6 +220,7 @@ class SampleReader:
             self.end = list(tokenizer(end, add_special_tokens=False)["input_ids"]) if end else []
         elif stored is not None:
             self.end = [stored]
+        self.room = None if max_length is None else max(max_length - len(self.end), 1)
         self.end_text = end or (tokenizer.decode(self.end) if self.end else "")
         # transformers' decoders read the last token that doesn't pad, in training as well
         pad = config.get_text_config().pad_token_id
@@ -225,15 +228,17 @@ class SampleReader:
         self._noted = self._noted_cut = False
 
     def read(self, samples: list[str], prompts: list[str], responses: list[str],
-             chats: Sequence[list[dict[str, Any]]] | None) -> Columns:
-        """Token ids of N samples, with ``chats`` if the prompts are conversations."""
+             chats: Sequence[list[dict[str, Any]]] | None, tools: Sequence[Any] | None = None
+             ) -> Columns:
+        """Token ids of N samples, with ``chats`` if the prompts are conversations, and the cells of
+        their column ``tools``."""
         texts, pairs = {"sample": (samples, None), "response": (responses, None),
                         "pair": (prompts, responses)}[self.on]
         renders = self.on == "sample" and (self.chat is True or (
             self.chat == "auto" and self.has_template and chats is not None
             and self.trained_on_chat is not False))
         if renders:
-            texts = self._conversations(prompts, responses, chats)
+            texts = self._conversations(prompts, responses, chats, tools)
         columns = self._encoded(texts, pairs, special=self.front and not renders)
         if texts and not self._noted:
             self._noted = True
@@ -241,20 +246,23 @@ class SampleReader:
         return columns
 
     def _conversations(self, prompts: list[str], responses: list[str],
-                       chats: Sequence[list[dict[str, Any]]] | None) -> list[str]:
+                       chats: Sequence[list[dict[str, Any]]] | None,
+                       tools: Sequence[Any] | None) -> list[str]:
         """The samples as the chat template renders them."""
         chats = chats or [[{"role": "user", "content": prompt},
                            {"role": "assistant", "content": response}]
                           for prompt, response in zip(prompts, responses, strict=True)]
-        texts = [self._rendered(chat) for chat in chats]
+        texts = [self._rendered(chat, described_tools(
+            Row("the prompts", {"tools": cell}), "tools", "prompts.columns", "prompts.columns=[]"))
+            for chat, cell in zip(chats, tools or [None] * len(chats), strict=True)]
         # without the line break that a template adds after its end
         return [bare if self.end and (bare := text.rstrip()).endswith(self.end_text) else text
                 for text in texts]
 
-    def _rendered(self, chat: list[dict[str, Any]]) -> str:
+    def _rendered(self, chat: list[dict[str, Any]], tools: list[Any] | None) -> str:
         try:
             return render(chat, lambda messages: str(self.tokenizer.apply_chat_template(
-                messages, tokenize=False)))
+                messages, tools=tools, tokenize=False)))
         except Exception as error:  # templates are programs: jinja's errors and any Python error
             raise RewardError(
                 f"The chat template of {self.name} refuses a conversation ({error_line(error)}): "
@@ -286,11 +294,9 @@ class SampleReader:
                 for name, rows in columns.items()}
 
     def _encoded(self, texts: list[str], pairs: list[str] | None, *, special: bool) -> Columns:
-        tokenizer, room = self.tokenizer, self.max_length
-        if room is not None:
-            room = max(room - len(self.end), 1)
-        encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
-                            return_attention_mask=True, add_special_tokens=special)
+        encoded = self.tokenizer(texts, pairs, truncation=self.room is not None,
+                                 max_length=self.room, return_attention_mask=True,
+                                 add_special_tokens=special)
         # fast tokenizers report the texts that they have cut
         cut = [encoding for encoding in encoded.encodings or () if encoding.overflowing]
         if cut and not self._noted_cut:
@@ -299,7 +305,7 @@ class SampleReader:
         if not all(columns["input_ids"]):
             # the model needs at least one token: some tokenizers return none for an empty text
             columns = self._with_fillers(columns)
-        if tokenizer.bos_token_id is not None or self.unread is not None:
+        if self.tokenizer.bos_token_id is not None or self.unread is not None:
             self._trim(columns)
         return self._ended(columns) if self.end else columns
 

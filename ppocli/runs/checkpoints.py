@@ -195,9 +195,10 @@ def _with_critic(path: str) -> schema.ModelConfig | None:
     return cfg.model if cfg is not None and tasks.task_name(cfg) == "ppo" else None
 
 
-def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
-    """The verified checkpoint whose value function this one starts as, where ``model.value.path``
-    names a PPO run (its newest checkpoint is meant) or one of its checkpoints.
+def saved_critic(cfg: schema.ModelConfig) -> Path | None:
+    """The folder of the value function that this one starts as, where ``model.value.path`` names a
+    PPO run (its newest verified checkpoint is meant), one of its checkpoints, or an exported value
+    adapter.
 
     Raises:
         InputError: there is none, it was trained without a critic, or with one of another kind;
@@ -205,6 +206,10 @@ def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
         CheckpointError: it is damaged.
     """
     path, kind = cfg.value.path, cfg.value.kind
+    for folder in () if path is None else (Path(path), Path(path) / model_files.VALUE_ADAPTER):
+        if kind == "adapter" and (folder / model_files.ADAPTER_WEIGHTS).is_file() and (
+                folder / model_files.VALUE_HEAD).is_file():
+            return folder
     made = None if path is None else _with_critic(path)
     if path is None or (made is None and kind == "model"):
         return None
@@ -212,15 +217,16 @@ def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
         raise InputError(
             f"{path} has no value function of kind {kind}: " + (
                 "it is no run of PPO." if made is None else f"its kind is {made.value.kind}."),
-            where="model.value.path, model.value.kind", fix="name a PPO run or one of its "
-            "checkpoints" if made is None else f"set model.value.kind={made.value.kind}")
-    folder = run_folder.RunFolder(Path(path))
-    checkpoint = find_latest(folder.checkpoints, run_id=None).checkpoint if (
-        folder.config.is_file()) else open_checkpoint(folder.path)
+            where="model.value.path, model.value.kind", fix="name a PPO run, one of its "
+            "checkpoints, or the folder that ppocli export --adapter has written" if made is None
+            else f"set model.value.kind={made.value.kind}")
+    run = run_folder.RunFolder(Path(path))
+    checkpoint = find_latest(run.checkpoints, run_id=None).checkpoint if (
+        run.config.is_file()) else open_checkpoint(run.path)
     if checkpoint is None or not (checkpoint.path / model_files.VALUE_HEAD).is_file():
         raise InputError(f"{path} has no checkpoint with a value function.",
                          where="model.value.path", fix="name another run, or leave the path out")
-    return checkpoint
+    return checkpoint.path
 
 
 def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:

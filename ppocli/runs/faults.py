@@ -68,8 +68,7 @@ class Point:
         self._passes: Counter[str] = Counter()
 
     def __call__(self, name: str, rows: int = 0) -> bool:
-        """Fire what is planned for this pass of so many rows; true asks the caller to make a
-        NaN."""
+        """Fire what is planned for a pass of so many rows; true asks the caller to make a NaN."""
         return bool(self._faults) and self._pass(name, rows)
 
     def _pass(self, name: str, rows: int) -> bool:

@@ -216,8 +216,11 @@ class EventFiles:
     whose thread would print a traceback where the folder goes away."""
 
     def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
+        self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time():010.0f}.{gethostname()}.{os.getpid()}.{time_ns()}"
         self._records: Any = RecordWriter((folder / name).open("xb"))
@@ -225,10 +228,8 @@ class EventFiles:
         self._write(file_version="brain.Event:2")
 
     def _write(self, **event: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
         try:
-            self._records.write(Event(wall_time=time(), **event).SerializeToString())
+            self._records.write(self._event(wall_time=time(), **event).SerializeToString())
             self._records.flush()
         except Exception as error:
             self._warn_once(error)
@@ -240,9 +241,7 @@ class EventFiles:
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary()
+        summary = self._summary()
         for name, value in finite_figures(row).items():
             summary.value.add(tag=name, simple_value=value)
         self._write(step=row["step"], summary=summary)

@@ -1,9 +1,9 @@
-"""Our decode loop, token by token with cached keys and values: the model and how it samples
-(``Decoder``), the responses so far (``DecodeState``), the rows fed next (``LiveRows``). Rows are
-dropped when they end, others take their places."""
+"""One token of our decode loop (:func:`ppocli.sampling.sampler.decode`), with cached keys and
+values: the model and how it samples (``Decoder``), the responses so far (``DecodeState``), the rows
+fed next (``LiveRows``). Rows are dropped when they end, others take their places."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ from ppocli.distributed.backend import to_device, to_host
 from ppocli.models import head, layout, transformers_internals, trunk
 from ppocli.models.trunk import SplitPoint
 from ppocli.sampling import samples
-from ppocli.sampling.token_graph import Feeding
 
 SHRINK_AT = 0.75
 """rows that have ended are dropped, and others take their places, once at most this share of all is
@@ -316,53 +315,3 @@ class DecodeState:
         width = live.inputs.shape[1]
         places = self.prompt_tokens - width + at[:, None] + torch.arange(width, device=at.device)
         self.frozen_states[live.rows[:, None], places] = states[:, -width:]
-
-
-@torch.no_grad()
-def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                    uniform: Any, *, limits: Any, at_once: int, chunk: int
-                    ) -> Iterator[samples.Generation]:
-    """As :func:`ppocli.sampling.sampler.decode`, by our own loop. Rows that have ended are dropped,
-    and the next prompts take their places where the model can do that; else they wait for the last
-    of them."""
-    lm, count = decoder.lm, len(prompt_tokens)
-    state = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
-    # keys and values of rows under way are moved to the right then, behind padding: not with an
-    # encoder, nor where a layer keeps something else
-    refills = (at_once < count and decoder.all_alive is int and decoder.start is None
-               and transformers_internals.caches_all_keys(lm))
-    check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
-    graphs = Feeding(state) if decoder.records else None
-    live: LiveRows | None = None
-    started = passes = handed = 0
-
-    while live is not None or started < count:
-        if live is None or (refills and started < count and len(live.rows) < at_once):
-            if graphs is not None:
-                graphs.settle()
-            free = at_once if live is None else at_once - len(live.rows)
-            fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
-                                     prompt_mask)
-            started += len(fresh.rows)
-            state.token(fresh)
-            live = fresh if live is None else live.take_in(fresh)
-        elif graphs is not None:
-            graphs.token(live, state.steps - live.youngest)
-        else:
-            state.token(live)
-        passes += 1
-        if passes % check_every and live.youngest < state.steps:
-            continue
-        rows, at, done = to_host(live.rows, live.at, live.done)
-        remaining = int((~done).sum())
-        ended = int(rows[~done].min()) if count > chunk and remaining else 0
-        drops = remaining <= SHRINK_AT * len(rows) and len(rows) > 1
-        if decoder.all_alive(remaining) == 0:
-            live, ended = None, started
-        if graphs is not None and (live is None or drops or min(handed + chunk, count) <= ended):
-            graphs.settle()  # whoever takes a chunk leaves the autocast context meanwhile
-        if live is not None and drops:
-            live.drop_done(done, at)
-        while handed < count and (end := min(handed + chunk, count)) <= ended:
-            yield state.generation(slice(handed, end))
-            handed = end

@@ -159,8 +159,7 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
     samples = layout.Sequences.of_responses(tokens, mask, out.tokens, out.mask, start)
     batch = layout.lay_out(samples).to(device)
     states = trunk.response_hidden(lm, batch)
-    logprobs = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0,
-                              want_entropy=False).logprobs
+    logprobs = token_logprobs(states, HeadWeights.of(lm), batch.targets, temperature=1.0).logprobs
     rough = (getattr(lm, "is_quantized", False)
              or {states.dtype, head.weight.dtype} != {torch.float32})
     expected = (states.float() @ project).cpu()

@@ -15,7 +15,8 @@ import torch
 
 from ppocli.config import schema, tasks
 from ppocli.data.data_set import PromptBatch, padded_left
-from ppocli.distributed.backend import Backend, PassRows
+from ppocli.distributed.backend import Backend, PassRows, to_host
+from ppocli.distributed.onednn import TORCH
 from ppocli.distributed.ranks import StopFlag, is_out_of_memory
 from ppocli.errors import ConfigError
 from ppocli.models import trunk
@@ -23,11 +24,11 @@ from ppocli.models.kernels import packed_weights
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
 from ppocli.models.sharded_weights import gathered_policy, head_parameters, held, is_sharded
-from ppocli.models.transformers_internals import allows_gaps
+from ppocli.models.transformers_internals import allows_gaps, caches_all_keys
 from ppocli.runs import faults
 from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import Conversation, KeptKeys
-from ppocli.sampling.decode_state import Decoder, decode_in_steps
+from ppocli.sampling.decode_state import CHECK_EVERY, SHRINK_AT, Decoder, DecodeState, LiveRows
 from ppocli.sampling.samples import (
     Generation,
     Samples,
@@ -207,7 +208,8 @@ class DecodeSampler:
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         parts = decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
                        at_once=at_once, chunk=chunk)
-        with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
+        with nullcontext() if in_parts or backend.products == TORCH else packed_weights(
+                lm, DTYPES[backend.precision]):
             done = 0
             for out in stepped(parts, backend.autocast):
                 rows = slice(done, done + len(out.tokens))
@@ -229,19 +231,63 @@ class DecodeSampler:
                    decoded_turns(decoder, noise, setup.backend.autocast))
 
 
+@torch.no_grad()
 def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, uniform: Any,
            *, limits: Any = None, at_once: int | None = None, chunk: int | None = None
            ) -> Iterator[Generation]:
     """Sample one response per prompt from arguments as of :class:`DecodeState`, by our own loop or
     transformers', whichever is right for the model (:func:`ppocli.sampling.decoding.try_decoding`);
     at most ``at_once`` rows are decoded together. Yields the responses to the next ``chunk``
-    prompts (default: all) as soon as these have all ended, while later ones are still to be
-    decoded; each R = its longest response (at least 1)."""
-    count, method = len(prompt_tokens), trunk.decoding_of(decoder.lm)
-    loop = decode_in_steps if method is trunk.Decoding.STEPS else partial(
-        decode_by_transformers, cached=method is trunk.Decoding.LIBRARY)
-    return loop(decoder, prompt_tokens, prompt_mask, uniform, limits=limits,
-                at_once=min(at_once or count, count), chunk=chunk or count)
+    prompts (default: all), each R = its longest (at least 1), as soon as these have all ended,
+    while later ones are still decoded. Our loop drops rows that have ended, and the next prompts
+    take their places where the model can do that."""
+    lm, count = decoder.lm, len(prompt_tokens)
+    at_once, chunk = min(at_once or count, count), chunk or count
+    if (method := trunk.decoding_of(lm)) is not trunk.Decoding.STEPS:
+        yield from decode_by_transformers(
+            decoder, prompt_tokens, prompt_mask, uniform, limits=limits, at_once=at_once,
+            chunk=chunk, cached=method is trunk.Decoding.LIBRARY)
+        return
+    state = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    # keys and values of rows under way are moved to the right then, behind padding: not with an
+    # encoder, nor where a layer keeps something else
+    refills = (at_once < count and decoder.all_alive is int and decoder.start is None
+               and caches_all_keys(lm))
+    check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
+    graphs = token_graph.Feeding(state) if decoder.records else None
+    live: LiveRows | None = None
+    started = passes = handed = 0
+
+    while live is not None or started < count:
+        if live is None or (refills and started < count and len(live.rows) < at_once):
+            if graphs is not None:
+                graphs.settle()
+            free = at_once if live is None else at_once - len(live.rows)
+            fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
+                                     prompt_mask)
+            started += len(fresh.rows)
+            state.token(fresh)
+            live = fresh if live is None else live.take_in(fresh)
+        elif graphs is not None:
+            graphs.token(live, state.steps - live.youngest)
+        else:
+            state.token(live)
+        passes += 1
+        if passes % check_every and live.youngest < state.steps:
+            continue
+        rows, at, done = to_host(live.rows, live.at, live.done)
+        remaining = int((~done).sum())
+        ended = int(rows[~done].min()) if count > chunk and remaining else 0
+        drops = remaining <= SHRINK_AT * len(rows) and len(rows) > 1
+        if decoder.all_alive(remaining) == 0:
+            live, ended = None, started
+        if graphs is not None and (live is None or drops or min(handed + chunk, count) <= ended):
+            graphs.settle()  # whoever takes a chunk leaves the autocast context meanwhile
+        if live is not None and drops:
+            live.drop_done(done, at)
+        while handed < count and (end := min(handed + chunk, count)) <= ended:
+            yield state.generation(slice(handed, end))
+            handed = end
 
 
 def _check_parts(lm: Any) -> None:

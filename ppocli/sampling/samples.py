@@ -122,7 +122,7 @@ class Samples(RowRecord):
     @property
     def action_ids(self) -> list[list[int]]:
         """[B] lists of the ids that the policy chose."""
-        return response_ids(self.sequences.action_tokens, self.mask)
+        return response_ids(self.sequences.action_tokens, self.sequences.mask)
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.
@@ -146,13 +146,19 @@ class Samples(RowRecord):
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,
                 decoder_start: int | None) -> Samples:
     """Samples with one response after each prompt, as :meth:`Sequences.of_responses`."""
-    sequences, states = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
-                                               decoder_start), None
-    if out.frozen_states is not None:
-        starts = prompt_tokens.shape[1] - prompt_mask.sum(1)
-        states = [row[start:start + length - 1] for row, start, length in zip(
-            out.frozen_states, starts.tolist(), sequences.lengths.tolist(), strict=True)]
+    sequences = Sequences.of_responses(prompt_tokens, prompt_mask, out.tokens, out.mask,
+                                       decoder_start)
+    states = None if out.frozen_states is None else _states_of_rows(
+        out.frozen_states, (~prompt_mask).sum(1), sequences.lengths)
     return Samples(sequences, out.logprobs, out.values, out.finished, states)
+
+
+def _states_of_rows(states: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor
+                    ) -> list[torch.Tensor]:
+    """Per row [n - 1, D], of states [B, Q + R - 1, D] that begin at ``starts`` [B], for samples of
+    n tokens."""
+    return [row[start:start + length - 1] for row, start, length in zip(
+        states, starts.tolist(), lengths.tolist(), strict=True)]
 
 
 def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
@@ -216,9 +222,8 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
 
 
 def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -> list[str]:
-    """As :func:`decode_responses`, untrimmed. A response is decoded behind its prompt and the
-    prompt's text is taken off again: tokenizers that mark words by a leading space would lose that
-    space on a response decoded alone."""
+    """As :func:`decode_responses`, untrimmed. A response is decoded behind its prompt, whose text
+    is taken off again: tokenizers that mark words by a leading space would else lose the first."""
     rows, texts = list[list[int]](), list[str]()
     for prompt_row, response_row in zip(prompt_ids, responses, strict=True):
         rows += [*prompt_row, *response_row], [*prompt_row]
@@ -312,8 +317,7 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next tokens [b] int64 and their logprobs [b] fp32 under softmax(logits / temperature), before
     any restriction, from raw logits [b, V] and ``uniform`` [b] in (0, 1) behind ``position`` [b]
-    tokens. ``stops`` are the ``spec.stop_ids`` on the device; ``seen`` [b, V] bool what a
-    repetition penalty makes less likely."""
+    tokens. ``stops``: ``spec.stop_ids`` on the device; ``seen`` [b, V] bool: penalised tokens."""
     logits = logits.float()
     if spec.temperature != 1.0:
         logits = logits / spec.temperature

@@ -157,11 +157,10 @@ class SupervisedTask(task.Task):
         section = tasks.updates_section(self.cfg)
         self.passes = PassRows(self.backend, dict.fromkeys(
             task.PASSES, f"{section}.micro_batch_size"), shorter="data.max_length")
-        self.settings = tasks.updates_of(self.cfg)
         self.resume = DataResume(self)
         self.trained = optimize.prepare(self.backend, module,
-                                        build_optimizer(module, self.settings),
-                                        self.settings.max_grad_norm)
+                                        build_optimizer(module, self.update_settings),
+                                        self.update_settings.max_grad_norm)
         self.packs = (self.cfg.data.packing and self.cfg.sft.neftune is None
                       and kernels.takes_packed(module.lm))
 
@@ -236,7 +235,7 @@ class SupervisedTask(task.Task):
             return parts
 
         parts = ranks.gather(self.passes.retry(
-            "evaluation", min(tasks.rows_per_pass(self.settings), -(-len(data) // ranks.world)),
+            "evaluation", min(self.rows_per_pass, -(-len(data) // ranks.world)),
             int(lengths.max()), measure_share, in_step=self.backend.zero_stage == 3))
         places, measured = map(torch.cat, zip(*chain.from_iterable(parts), strict=True))
         return measured[places.argsort()]

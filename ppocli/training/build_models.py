@@ -252,12 +252,14 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
                          fix="set model.value.kind=head, or change "
                          "model.value.num_layers_unfrozen") from error
     if (saved := saved_critic(cfg.model)) is not None:
-        log.info("values start as those of %s, step %d", cfg.model.value.path, saved.step)
+        log.info("values start as those of %s", saved)
         for module, name in ((head, VALUE_HEAD), (trunk, VALUE_TRUNK)):
             if module is not None:
-                fill_module(module, load_file(saved.path / name), "value function",
-                            where="model.value.path", fix="start from the model that the other "
-                            "run started from, with its model.value")
+                tensors = load_file(saved / name) if (saved / name).is_file() else (
+                    reference_and_value.value_tensors(saved, module.state_dict(), loaded.adapter))
+                fill_module(module, tensors, "value function", where="model.value.path",
+                            fix="start from the model that the other run started from, with its "
+                            "model.value and model.peft")
     if value.kind == "model" and cfg.model.gradient_checkpointing:
         _checkpoint_gradients(trunk.lm)
     return head, trunk

@@ -129,8 +129,7 @@ class Display(logging.Handler):
         _listen()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a log message, unless it is for the file only, or printed once by the run's
-        caller."""
+        """Print a log message, unless it is for the file only, or the run's caller prints it."""
         if getattr(record, "for_file", False) or getattr(record, "ends_run", False):
             return
         text = safe_text(record.getMessage())

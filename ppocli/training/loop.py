@@ -88,8 +88,7 @@ class Run:
     """false while the weights are between two steps and must not be saved"""
 
     def enter(self, phase: str, report: str) -> None:
-        """A phase begins: tell the live view, and as ``report`` the process that started this
-        one."""
+        """A phase begins: tell the live view, and with ``report`` the process that started this."""
         note_phase(report)
         if self.display.board is not None:
             self.display.board.enter(phase)
@@ -124,11 +123,10 @@ def run_training(run: Run) -> None:
 
 def context_of(task: Task, step: int, stop: StopFlag, clock: PhaseClock) -> StepContext:
     """What the step after ``step``, or an evaluation, needs of its caller."""
-    length, passes = task.length, 0.0
-    if task.samples_per_pass:
-        pace = length.pace
-        passes = (pace.episodes + (step - pace.step) * pace.num_rollouts) / task.samples_per_pass
-    return StepContext(stop, clock, (step, length.total_steps, passes))
+    pace = task.length.pace
+    samples = pace.episodes + (step - pace.step) * pace.num_rollouts
+    passes = samples / task.samples_per_pass if task.samples_per_pass else 0.0
+    return StepContext(stop, clock, (step, task.length.total_steps, passes))
 
 
 def learn(run: Run, batch: Any) -> None:
@@ -161,8 +159,10 @@ def learn(run: Run, batch: Any) -> None:
         task.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
     run.clock.mark("other")
     spent, tokens = run.clock.take(), {**finished.tokens, "optimize": result.tokens}
-    row = {**after.counters(), **finished.row, **task.passes.figures(), **spent.figures(tokens),
+    row = {**after.counters(), **finished.row, **spent.figures(tokens),
            "memory/peak_mib": task.backend.peak_memory_mib()}
+    if task.passes.reduced:
+        row |= task.passes.figures()
     commit(run, replace(after.book(spent, tokens), pending=row))
     run.intact = True
 

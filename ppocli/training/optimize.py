@@ -25,7 +25,7 @@ from ppocli.distributed.backend import Backend, to_device
 from ppocli.distributed.deepspeed_internals import local_part
 from ppocli.distributed.ranks import Ranks, StopFlag
 from ppocli.errors import DivergedError
-from ppocli.models.layout import in_groups, longest_first
+from ppocli.models.layout import in_groups
 from ppocli.runs import faults
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict
@@ -97,7 +97,7 @@ class Trained:
         in_parts = self.backend.zero_stage == 3
         flags = [torch.isfinite((local_part(each) if in_parts else each).detach()).all()
                  for each in self.module.parameters() if each.requires_grad]
-        return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
+        return all(self.backend.ranks.gather(bool(torch.stack(flags).all())))
 
 
 class ZeroTrained(Trained):
@@ -191,10 +191,9 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
     """Make the planned updates; what is trained and its optimizer change in place. ``tell`` is
     called before each with its number, as ``, update 2/8``. A DivergedError after
     ``ppo.max_nonfinite`` non-finite updates in a row; StopRequested where a stop was requested and
-    the phase would outlast the grace time: the weights are then between two steps and must not be
-    saved."""
+    the phase would outlast the grace time: weights between two steps must not be saved."""
     groups, trained, ranks = plan.groups, task.trained, task.backend.ranks
-    total_updates, started = task.length.total_updates(task.cfg, state), perf_counter()
+    total_updates, started = task.length.total_updates(state), perf_counter()
     verdicts, first, rows = Counter[Verdict](), dict[str, dict[str, float]](), list[list[float]]()
     made = dict[str, list[dict[str, float]]]()
     nonfinite, tokens, lr, names = state.nonfinite, 0, 0.0, (*task.terms, "grad_norm")
@@ -250,7 +249,7 @@ def _warn_nonfinite(task: Task, terms: dict[str, float], count: int, step: int) 
     Raises:
         DivergedError: ``max_nonfinite`` in a row were not finite.
     """
-    most, section = tasks.updates_of(task.cfg).max_nonfinite, tasks.updates_section(task.cfg)
+    most, section = task.update_settings.max_nonfinite, tasks.updates_section(task.cfg)
     names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
     log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a row, the "
                 "run stops at %s.max_nonfinite=%d).", names or "grad_norm", count, section, most)
@@ -279,16 +278,15 @@ def _merged(task: Task, terms: list[torch.Tensor]) -> torch.Tensor:
 
 def _attempt(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int]
              ) -> tuple[Verdict, torch.Tensor, torch.Tensor, int]:
-    """The gradient of one update, by the ``number`` of its step and of the update within it, up to
-    the question whether it becomes a step; computed again in smaller passes where memory doesn't
+    """The gradient of one update, by the ``number`` of its step and its own within it, up to the
+    question whether it becomes a step; computed again in smaller passes where memory doesn't
     suffice. Returns the verdict, STEP unless it had to be known before the last backward pass; the
-    terms [len(Task.terms)] and the gradient's norm of the whole update; the tokens computed on this
-    rank."""
+    terms [len(Task.terms)] and the gradient's norm of the whole update; this rank's tokens."""
     passes, world = task.passes, task.backend.ranks.world
     work = partial(_backward, task, plan, group, poisoned=faults.point("optimize.minibatch"))
     if task.trained.dropouts:
         work = partial(_with_dropout, task, number, work)
-    rows = min(tasks.rows_per_pass(tasks.updates_of(task.cfg)), -(-len(group.rows) // world))
+    rows = min(task.rows_per_pass, -(-len(group.rows) // world))
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
     repeat = passes.retry if world == 1 and task.backend.zero_stage == 0 else passes.once
     verdict, terms, tokens = repeat("optimize", rows, int(group.tokens.max()), work)
@@ -361,12 +359,10 @@ def shard_by_length(task: Task, lengths: torch.Tensor, phase: str) -> list[torch
     """This rank's part of some atoms, of which a pass reads ``lengths`` [A] tokens, longest first,
     in groups of one pass of the phase. Ranks take atoms in turn in the order of their lengths, so
     that all have like work, and have the same number of groups, some of them empty."""
-    ranks, settings = task.backend.ranks, tasks.updates_of(task.cfg)
-    size = task.passes.limit(phase, tasks.rows_per_pass(settings))
-    order, most = longest_first(lengths), settings.micro_batch_tokens
-    shard = in_groups(order[ranks.rank::ranks.world], lengths, size, most)
-    if ranks.world > 1:
-        passes = max(len(in_groups(order[rank::ranks.world], lengths, size, most))
-                     for rank in range(ranks.world))
-        shard += [order[:0]] * (passes - len(shard))
-    return shard
+    ranks, size = task.backend.ranks, task.passes.limit(phase, task.rows_per_pass)
+    group = partial(in_groups, lengths, size, task.update_settings.micro_batch_tokens)
+    if ranks.world == 1:
+        return group()
+    shards = [group(slice(rank, None, ranks.world)) for rank in range(ranks.world)]
+    none = torch.empty(0, dtype=torch.long)
+    return shards[ranks.rank] + [none] * (max(map(len, shards)) - len(shards[ranks.rank]))

@@ -161,10 +161,9 @@ class Generators:
         if device.type != "cpu":
             tensors[device.type] = torch.get_device_module(device).get_rng_state(device)
         layout, numbers, gauss = random.getstate()
-        kind, keys, position, has_gauss, cached = np.random.get_state()
-        return Generators(tensors, {
-            "python": [layout, list(numbers), gauss],
-            "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached]})
+        kind, keys, *rest = np.random.get_state()
+        return Generators(tensors, {"python": [layout, list(numbers), gauss],
+                                    "numpy": [kind, np.asarray(keys).tolist(), *rest]})
 
     def restore(self, device: torch.device) -> None:
         """Put the states back."""
@@ -316,6 +315,9 @@ class RunLength:
     """the last step may be smaller"""
     pace: Pace
     """since when steps are of this size"""
+    passes: int
+    """over the samples of a step, each in updates of ``mini_batch_size``"""
+    mini_batch_size: int
 
     @staticmethod
     def of(cfg: schema.TrainConfig, examples: int | None = None, pace: Pace | None = None
@@ -332,14 +334,17 @@ class RunLength:
         samples = (tasks.planned_samples(cfg, examples) or 0 if steps is None else
                    pace.episodes + (max(steps, pace.step) - pace.step) * pace.num_rollouts)
         left = max(samples - pace.episodes, 0)
-        return RunLength(size, samples, pace.step + -(-left // size), pace)
+        updates = tasks.updates_of(cfg)
+        passes = updates.ppo_epochs + (updates.critic_epochs or 0) \
+            if isinstance(updates, schema.PPOConfig) else 1
+        return RunLength(size, samples, pace.step + -(-left // size), pace, passes,
+                         updates.mini_batch_size)
 
-    def total_updates(self, cfg: schema.TrainConfig, state: TrainState) -> int:
+    def total_updates(self, state: TrainState) -> int:
         """Optimizer updates at the end of the run, if none of those to come is skipped."""
-        settings = tasks.updates_of(cfg)
         full, rest = divmod(max(self.total_samples - state.episodes, 0), self.samples_per_step)
-        return (state.updates + full * tasks.updates_of_samples(settings, self.samples_per_step)
-                + tasks.updates_of_samples(settings, rest))
+        batches = full * -(-self.samples_per_step // self.mini_batch_size)
+        return state.updates + self.passes * (batches + -(-rest // self.mini_batch_size))
 
 
 def torch_versions() -> dict[str, str]:

@@ -249,6 +249,16 @@ class Task(ABC):
         """Samples and steps of the run; resuming replaces it."""
         return RunLength.of(self.cfg, self.examples)
 
+    @cached_property
+    def update_settings(self) -> tasks.Updates:
+        """The section of the configuration that says how updates are made."""
+        return tasks.updates_of(self.cfg)
+
+    @cached_property
+    def rows_per_pass(self) -> int:
+        """Maximum number of samples in a forward and backward pass."""
+        return tasks.rows_per_pass(self.update_settings)
+
     @abstractmethod
     def collect(self, state: TrainState, context: StepContext) -> Any:
         """The next batch, anything with a length: the number of planned samples it uses. Changes no
@@ -306,7 +316,7 @@ class Task(ABC):
 
     def schedule(self, role: str) -> schema_training.SchedulerConfig:
         """The learning-rate schedule of the optimizer's groups with this role."""
-        return tasks.updates_of(self.cfg).scheduler
+        return self.update_settings.scheduler
 
     def preview(self, batch: Any) -> list[Sample]:
         """(prompt, text, score) of a few samples, to be shown."""

@@ -3,15 +3,17 @@ stands for: training, evaluation, generation, servers that a run starts."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
 from pathlib import Path
 
+import played
 import pytest
 import vllm_double
 from helpers import jsonl, save_talker
-from runs import free_port, run, spawn, wait_for, words
+from runs import assert_equal_runs, free_port, run, spawn, wait_for, words
 from vllm_double import dying, engine_of, serving
 
 GENERATE = "/inference/v1/generate"
@@ -64,6 +66,25 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, command):
     # what a start begins with is sampled with the weights of the moment
     assert fresh == [True, False, True, False], gaps
     assert asked == 2 * 12 + 4 * 2 + 3  # steps, evaluations of 4 samples, a probe of each version
+
+
+@pytest.mark.slow
+def test_episodes_ahead_go_on_alike_wherever_in_a_step_the_run_was_killed(world, command):
+    """From the checkpoint of step 2, whose episodes ahead are played again with its own weights: a
+    run that was never killed has played them with those of step 1."""
+    shutil.copy(played.__file__, world / "env.py")
+    with serving(engine_of(world)) as url:
+        for update in 9, 12:  # the first and the last one of step 3
+            keys = words("rollout.engine=vllm", f"rollout.urls=[{url}]", "rollout.ahead=1",
+                         f"run_name=killed{update}", "env.fn=env.py:Words", "env.max_tokens=40",
+                         "env.max_turns=3", "generation.max_new_tokens=5", "ppo.optimizer.lr=1e-2")
+            run("train", *keys, cwd=world, PPOCLI_FAULTS=f"optimize.minibatch@{update}:kill9",
+                code=-9)
+            command(*keys, "resume=auto", code=0)
+    assert_equal_runs(world / "runs/killed9", world / "runs/killed12")
+    gaps = [row["rollout/logprob_gap_mean"]
+            for row in jsonl(world / "runs/killed9/metrics.jsonl")[1:]]
+    assert [gap < 1e-5 for gap in gaps] == [True, False, True, False], gaps
 
 
 @pytest.mark.slow

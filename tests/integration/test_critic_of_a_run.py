@@ -7,6 +7,7 @@ from runs import words
 from safetensors.torch import load_file
 
 TRUNK, HEAD = "value_trunk.safetensors", "value_head.safetensors"
+ADAPTER = ("model.value.kind=adapter", "model.peft.type=lora", "model.peft.r=4")
 STILL = ("ppo.optimizer.lr=1e-12", "ppo.num_steps=1")
 
 
@@ -26,8 +27,8 @@ def assert_close(one: dict, other: dict) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [
     ("model.value.kind=model",), ("model.value.kind=head",),
-    ("model.value.kind=branch", "model.value.num_layers_unfrozen=1")])
-def test_a_critic_starts_as_another_run_s(command, world, kind):
+    ("model.value.kind=branch", "model.value.num_layers_unfrozen=1"), ADAPTER])
+def test_a_critic_starts_as_another_run_s(command, app, world, kind):
     command(*words("run_name=first", *kind, "ppo.num_steps=2"), code=0)
     done = command(*words("run_name=second", *kind, *STILL, "model.value.path=runs/first"), code=0)
     assert "values start as those of" in done.said
@@ -39,6 +40,15 @@ def test_a_critic_starts_as_another_run_s(command, world, kind):
         newest.write_bytes(newest.read_bytes()[:-1])
         command(*words("run_name=third", *kind, *STILL, "model.value.path=runs/first"), code=0)
         assert_close(critic_at(world / "runs/third", 1), critic_at(first, 1))
+
+    if kind == ADAPTER:
+        app("export", "runs/first", "--adapter", "-o", "out", code=0)
+        for name, path in ("third", "out"), ("fourth", "out/value"):
+            command(*words(f"run_name={name}", *kind, *STILL, f"model.value.path={path}"), code=0)
+            assert_close(critic_at(world / "runs" / name, 1), critic_at(first, 2))
+        done = command(*words("run_name=fifth", *kind, "model.peft.lora_alpha=3",
+                              "model.value.path=out"), code=5)
+        assert "the policy's 3 on" in done.err
 
 
 def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(command, world, reference):

@@ -23,7 +23,7 @@ SERVER = Path(__file__).parents[1] / "outside" / "openenv_server.py"
 
 @pytest.mark.skipif(installed("openenv"), reason="openenv is installed")
 def test_without_the_package():
-    with refused(InputError, "The client of OpenEnv can't be imported") as caught:
+    with refused(InputError, "env.fn=openenv needs openenv, which is not installed") as caught:
         resolve(EnvConfig(fn="openenv", kwargs={"url": "http://127.0.0.1:8000"}), None)
     assert caught.value.code == "not-installed"
     assert caught.value.fix == "pip install 'ppocli[openenv]'"

@@ -26,7 +26,7 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.config.tasks import kl_coef, kl_estimator, kl_in, whitens_advantages
+from ppocli.config.tasks import kl_coef, kl_term, whitens_advantages
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.step import to_experience
 
@@ -164,7 +164,7 @@ def test_what_is_left_to_the_estimator(tmp_path):
     def resolved(advantage, **keys):
         ppo = grouped(tmp_path, advantage, ppo__init_kl_coef=None, **{"ppo__kl_in": None} | keys
                       ).ppo
-        return whitens_advantages(ppo), kl_in(ppo), kl_estimator(ppo), kl_coef(ppo)
+        return whitens_advantages(ppo), *kl_term(ppo), kl_coef(ppo)
 
     assert resolved("gae") == (True, "loss", "k3+", 0.2)
     assert resolved("grpo") == (False, "loss", "k3", 0.05)

@@ -55,8 +55,7 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected):
         session.trained.optimizer.step = lambda *a, **k: (steps.append(1), original(*a, **k))
         assert optimize(session, experience).updates == expected
         assert len(steps) == expected
-        assert PPOTask(session).length.total_updates(
-            session.cfg, TrainState({}, "")) == 2 * expected
+        assert PPOTask(session).length.total_updates(TrainState({}, "")) == 2 * expected
 
 
 def test_in_bf16_the_policy_starts_at_a_reference_kept_in_fp32(tmp_path):

@@ -189,6 +189,53 @@ def test_group_estimators_equal_the_naive_reference(how):
                                rtol=0, atol=1e-6)
 
 
+def grouped(n, *, spread, values=0.0):
+    """512 responses of two tokens, n to a prompt: the last token's reward is 3 + the prompt's share
+    (deviation ``spread``) + noise of deviation 1, of which ``values`` know the share given."""
+    draws = torch.Generator().manual_seed(n)
+    prompts = spread * torch.randn(512 // n, generator=draws).repeat_interleave(n)
+    rewards = torch.stack([torch.zeros(512), 3.0 + prompts
+                           + torch.randn(512, generator=draws)], 1)
+    return samples(rewards, [2] * 512, (torch.arange(512) // n).tolist(),
+                   values=(3.0 + values * prompts)[:, None].expand(512, 2))
+
+
+def baseline_error(given, *, group_baseline):
+    return gae(replace(given, group_baseline=group_baseline))[0][:, 0].var().item()
+
+
+def test_samples_of_a_prompt_correct_each_others_values():
+    alone, known = grouped(1, spread=2.0), grouped(4, spread=2.0, values=1.0)
+    with_it, without = (gae(replace(alone, group_baseline=on)) for on in (True, False))
+    assert torch.equal(with_it[0], without[0]) and torch.equal(with_it[1], without[1])
+    # values that know prompts: nothing is left to correct
+    assert baseline_error(known, group_baseline=True) == pytest.approx(
+        baseline_error(known, group_baseline=False), rel=0.02)
+    for n in (2, 4, 8):  # values that don't: less than alone, and less than RLOO leaves
+        given = grouped(n, spread=1.0)
+        error = baseline_error(given, group_baseline=True)
+        assert error < 0.9 * baseline_error(given, group_baseline=False)
+        assert error < rloo(given)[0][:, 0].var().item()
+
+
+def test_group_baseline_by_hand():
+    # returns less first values: 1, 3 and 4, 8; of the others: 3, 1 and 8, 4; both have mean 4.
+    # slope = (-3*-1 + -1*-3 + 0*4 + 4*0) / (1 + 9 + 16 + 0) = 6/26
+    given = samples(double([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 9.0]]), [2] * 4, [0, 0, 1, 1],
+                    values=double([[0.0, 0.5], [0.0, 0.5], [1.0, 0.5], [1.0, 0.5]]),
+                    group_baseline=True)
+    missed = 4.0 + 6 / 26 * double([-1.0, -3.0, 4.0, 0.0])
+    advantages, returns = gae(given)
+    torch.testing.assert_close(advantages[:, 0], double([1.0, 3.0, 4.0, 8.0]) - missed)
+    torch.testing.assert_close(advantages[:, 1], double([0.5, 2.5, 4.5, 8.5]) - missed)
+    torch.testing.assert_close(returns, double([[1.0] * 2, [3.0] * 2, [5.0] * 2, [9.0] * 2]))
+    # lambda 0: a correction that both sides of a step have cancels, but at the end
+    advantages, returns = gae(replace(given, lam=0.0))
+    torch.testing.assert_close(advantages[:, 0], double([0.5, 0.5, -0.5, -0.5]))
+    torch.testing.assert_close(advantages[:, 1], double([0.5, 2.5, 4.5, 8.5]) - missed)
+    torch.testing.assert_close(returns[:, 0], double([0.5] * 4) + missed)
+
+
 # --- RLOO and REINFORCE++ ------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ has moved, which samples come next and in which order they are learnt from."""
 import copy
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -125,8 +125,7 @@ def test_passes_of_the_critic_alone_come_first_in_an_order_of_their_own(tmp_path
         plain = plan_updates(session, experience, 0).groups
         session.cfg.ppo.critic_epochs = 2
         groups = plan_updates(session, experience, 0).groups
-        assert PPOTask(session).length.total_updates(
-            session.cfg, TrainState({}, "")) == 2 * len(groups)
+        assert PPOTask(session).length.total_updates(TrainState({}, "")) == 2 * len(groups)
     assert [group.epoch for group in groups] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [group.part for group in groups] == ["critic"] * 4 + ["all"] * 4
     assert [g.rows.tolist() for g in groups[4:]] == [g.rows.tolist() for g in plain]
@@ -176,7 +175,7 @@ def test_pretraining_ends_when_the_returns_are_explained_or_the_steps_are_made(t
         after = after_step(state, rollout, experience, cfg, step)
         assert after.pretrained_at == at
         assert ("explains 0.500 of the variance" in caplog.text) == (at is not None)
-        assert PPOState.from_json(after.to_json()) == after
+        assert PPOState.from_json(asdict(after)) == after
 
 
 def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others(tmp_path):

@@ -2,15 +2,19 @@
 
 import os
 import signal
+import sys
 
 import pytest
+from helpers import checked, refused
 
+import ppocli
 from ppocli.config.schema import PromptsConfig
 from ppocli.config.schema_training import DataConfig
 from ppocli.data.examples import read_examples
 from ppocli.data.gym_tasks import ReasoningGym, gym_rows
 from ppocli.data.sources import open_rows, training_spec
 from ppocli.errors import InputError
+from ppocli.launch.input_checks import missing_inputs
 from ppocli.rewards.math_reward import Math
 
 LOGGED = {}
@@ -83,3 +87,34 @@ def test_their_answers_are_examples(gym):
 def test_tasks_and_arguments_that_there_are_not(gym, name, kwargs, message):
     with pytest.raises(InputError, match=message):
         list(gym_rows(name, kwargs, "prompt", "prompts.path"))
+
+
+@pytest.fixture
+def no_libraries(monkeypatch):
+    for name in ("math_verify", "reasoning_gym", "openenv"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_every_library_that_is_missing_is_named_with_its_extra(no_libraries):
+    config = checked(
+        "+recipe=guess_number", "env.fn=openenv", "env.kwargs.url=http://127.0.0.1:8000",
+        "reward.fns.a.fn=math", "reward.fns.b.fn=reasoning_gym", "ppo.ptx.coef=1",
+        "ppo.ptx.data.path=reasoning_gym:chain_sum").config
+    problems = missing_inputs(config)
+    assert [(one.where, one.fix) for one in problems] == [
+        ("reward.fns.a.fn", "pip install 'ppocli[math]'"),
+        ("reward.fns.b.fn", "pip install 'ppocli[gym]'"),
+        ("env.fn", "pip install 'ppocli[openenv]'"),
+        ("ppo.ptx.data.path", "pip install 'ppocli[gym]'")]
+    assert {(one.code, one.exit_code) for one in problems} == {("not-installed", 3)}
+
+
+@pytest.mark.parametrize("words", [
+    ["+recipe=guess_number", "env.fn=openenv", "env.kwargs.url=http://127.0.0.1:8000"],
+    ["+recipe=quickstart", "reward.fn=math", "reward.kwargs={}"],
+    ["task=sft", "model=reviews", "data.path=reasoning_gym:chain_sum",
+     "data.columns.completion=answer"]])
+def test_without_its_library_a_run_leaves_nothing(no_libraries, tmp_path, words):
+    with refused(InputError, "which is not installed"):
+        ppocli.train([*words, f"output_dir={tmp_path / 'runs'}"])
+    assert not any(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """What reward models made elsewhere read of a sample, against plain transformers and PEFT."""
 
+import json
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ from helpers import make_tokenizer, model_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppocli.config.schema import RewardConfig
+from ppocli.errors import InputError
 from ppocli.ppo.policy_samples import joined
 from ppocli.rewards.reward_records import RewardRequest, decode_request, encode_request
 from ppocli.rewards.scoring import build_reward
@@ -108,6 +110,27 @@ def test_turns_of_an_episode_are_read_as_turns(tmp_path):
         "prompts", "response_ids", "messages", "chats", "episodes")}) for i in range(2)]
     for each in (asked, served, joined(shares, None)):
         assert scores(folder, each) == expected
+
+
+def test_tools_are_rendered_as_in_training(tmp_path):
+    template = "{% for t in tools or [] %}it {{ t.function.name }} {% endfor %}" + TEMPLATE
+    folder = saved(tmp_path / "rm", template=template)
+    described = [{"type": "function", "function": {"name": "good"}}]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.apply_chat_template(CHATS[0], tools=described, tokenize=False),
+             tokenizer.apply_chat_template(CHATS[1], tokenize=False)]
+    assert texts[0].startswith("it good ")
+    expected = plain(folder, texts)
+    for cell in described, json.dumps(described):
+        asked = request(columns={"tools": [cell, None]})
+        assert scores(folder, asked) == pytest.approx(expected, abs=1e-5)
+    steps = {"steps": [["good"], ["very bad", " plot"]], "step_ends": [[0], [0, 1]]}
+    dense = build_reward(RewardConfig(fn="step_reward_model", kwargs={
+        "model": folder, "device": "cpu"})).score(request(columns={"tools": [described, None]},
+                                                          **steps)).dense
+    assert [dense[0][0], dense[1][1]] == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(InputError, match="not a list of descriptions"):
+        scores(folder, request(columns={"tools": ["a hammer", None]}))
 
 
 # Heads and adapters -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """From raw scores to what lands on the tokens, by hand-worked numbers."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from sessions import hand_rollout as rollout_of
@@ -80,7 +80,7 @@ def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
     cfg = cfg_of(scale="running")
     first = update_moments(STATE, rollout_of([1.0, 3.0], [1, 1], [True, True]), cfg)
     assert first.moments == RunningMoments(2, 2.0, 2.0)
-    restored = PPOState.from_json(first.to_json())  # what a checkpoint keeps
+    restored = PPOState.from_json(asdict(first))  # what a checkpoint keeps
     rollout = rollout_of([5.0, 7.0], [1, 1], [True, True])
     second = update_moments(restored, rollout, cfg)
     assert second.moments == RunningMoments(4, 4.0, 20.0)

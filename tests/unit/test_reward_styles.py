@@ -114,7 +114,7 @@ def test_conversations_reach_a_function_of_trls_as_messages():
     items = [{"prompt": "it was"}, {"prompt": said}]
     found = load_prompts(PromptsConfig(items=items, chat=True, shuffle=False), tok, seed=0,
                          max_prompt_tokens=64)
-    batch = found.batch([1, 0], [0, 1], 0).first(2).rows([0, 1])
+    batch = found.batch([1, 0], [0, 1], 0).rows([0, 1])
     seen: list[Any] = []
 
     def format_reward(prompts, completions, **kwargs):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
-from ppocli.models.layout import in_groups, longest_first
+from ppocli.models.layout import in_groups
 from ppocli.models.transformers_internals import cache_name
 from ppocli.ppo.step import to_experience
 
@@ -14,7 +14,7 @@ from ppocli.ppo.step import to_experience
 @pytest.mark.parametrize(("rows", "tokens"), [(4, None), (4, 30), (100, 30), (100, 5), (1, 30)])
 def test_groups_hold_every_row_once_and_stay_in_the_budget(rows, tokens):
     lengths = torch.tensor([3, 12, 7, 7, 1, 30, 2, 9, 31, 4])
-    groups = in_groups(longest_first(lengths), lengths, rows, tokens)
+    groups = in_groups(lengths, rows, tokens)
     assert sorted(torch.cat(groups).tolist()) == list(range(len(lengths)))
     assert all(len(group) <= rows for group in groups)
     sizes = [len(group) * int(lengths[group].max()) for group in groups]

@@ -1,10 +1,12 @@
 """The reference, and a value function with its own model: from names or folders to models, which
 must read tokens as the policy does."""
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ import transformers
 from ppocli.config import tasks
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.distributed.deepspeed_internals import whole_shape
-from ppocli.errors import InputError
+from ppocli.errors import CheckpointError, InputError
 from ppocli.models.loading import language_model
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, merged
+from ppocli.models.loading.load_adapters import Adapter, peft_names
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder, state_width
 from ppocli.runs import checkpoints, model_files
@@ -77,6 +80,34 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
         log.info("values start as the scores of %s", name)
         return ValueModel(trunk), ScoreHead(score)
     return ValueModel(trunk), ValueHead(state_width(trunk), torch.Generator().manual_seed(seed))
+
+
+def value_tensors(folder: Path, names: Iterable[str], adapter: Adapter
+                  ) -> dict[str, torch.Tensor]:
+    """The tensors of a :class:`ValueAdapter` that was exported into a folder.
+
+    Args:
+        names: those of the tensors here.
+        adapter: the policy's.
+
+    Raises:
+        CheckpointError: the folder's adapter belongs to another base, or is scaled otherwise.
+    """
+    import peft
+    from safetensors.torch import load_file
+
+    saved = peft.PeftConfig.from_pretrained(str(folder))
+    base = json.loads((folder / model_files.ADAPTER_BASE).read_bytes())
+    alpha = adapter.model.active_peft_config.lora_alpha
+    if (base["digest"], saved.lora_alpha) != (adapter.base.digest, alpha):
+        raise CheckpointError(f"The value adapter in {folder} has lora_alpha={saved.lora_alpha} on "
+                              f"{base['path']}, the policy's {alpha} on {adapter.base.path}.",
+                              where="model.value.path", fix="use the base and the model.peft that "
+                              "it was trained with")
+    names_here = {exported: name for name in names
+                  for exported in peft_names({name: torch.empty(0)})}
+    return {names_here.get(name, name): tensor
+            for name, tensor in load_file(folder / model_files.ADAPTER_WEIGHTS).items()}
 
 
 def _class_of_value(config: Any) -> Any:
