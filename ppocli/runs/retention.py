@@ -270,8 +270,8 @@ def clean_staging(folder: Path) -> list[str]:
     checkpoint, with the run folder's lock held.
 
     Returns:
-        One line for each broken save: ``skipped .staging-step-000130-1f2e3d4c: incomplete``, and one for
-        anything that couldn't be deleted.
+        One line for each broken save: ``skipped .staging-step-000130-1f2e3d4c: incomplete``, and
+        one for anything that couldn't be deleted.
     """
     messages = []
     try:
