@@ -152,8 +152,8 @@ ENGINE = (
            'verify == "full" or name', 'verify == "never" or name',
            ("tests/unit/test_checkpoints_damage.py::"
             "test_size_verification_misses_only_what_it_says",)),
-    Mutant("renamed_before_synced", "ppocli/runs/checkpoints.py",
-           "    atomic.sync_tree(staging)\n", "",
+    Mutant("renamed_before_synced", "ppocli/runs/atomic.py",
+           "        sync_tree(staging)\n", "",
            ("tests/unit/test_checkpoints_crashes.py::"
             "test_a_power_cut_at_any_point_leaves_a_valid_step",)),
     Mutant("best_is_pruned", "ppocli/runs/retention.py",

@@ -151,7 +151,8 @@ def composed(*words: str) -> TrainConfig:
 @pytest.mark.parametrize(("text", "said"), [
     (b"", "holds no configuration"), (b"- 1\n", "holds no configuration"),
     (b"seed: [\n", "can't be read"), (b"seed: x\n", "seed"), (b"ppo:\n  lamm: 1\n", "ppo.lamm"),
-    (b"\x00", "can't be read"), (b"run_name: \xff\xfe\n", "can't be read")])
+    (b"\x00", "can't be read"), (b"run_name: \xff\xfe\n", "can't be read"),
+    pytest.param(b"a: " + b"[" * 2000, "can't be read", id="deep")])
 def test_damaged_files_are_refused(tmp_path, text, said):
     (tmp_path / "config.yaml").write_bytes(text)
     with refused(CheckpointError, said, str(tmp_path / "config.yaml")):
@@ -205,7 +206,7 @@ def test_models_in_a_runs_folder_are_found_where_it_is_now(tmp_path):
 
 def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path):
     for text in ("1e3", "12e4567", "-1.5e3", "+1_0E-2", "1.0e+2", ".5e+1", "1:30", "1_000", "null",
-                 "0x1f", "${a}"):
+                 "0x1f", "${a}", "a ${b} it", r"\\${oc.env:HOME}"):
         given = with_values(TrainConfig(), {"model.revision": text,
                                             "reward.kwargs": {"a": [text, 1e3]}})
         (tmp_path / "config.yaml").write_text(config_text(given))
