@@ -277,11 +277,14 @@ GONE = {
 
 
 def with_former_defaults(loaded: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings, where they were written before ``ppo.step_kl`` was a key, with what its
-    absence and ``ppo.kl_in=null`` meant then."""
+    """A run's settings, where they were written before ``ppo.step_kl`` or ``ppo.group_baseline`` was
+    a key, with what their absence and ``ppo.kl_in=null`` meant then."""
     ppo = loaded.get("ppo")
-    if not isinstance(ppo, dict) or "step_kl" in ppo:
+    if not isinstance(ppo, dict):
         return loaded
+    ppo = {"group_baseline": False, **ppo}
+    if "step_kl" in ppo:
+        return {**loaded, "ppo": ppo}
     kl_in = ppo.get("kl_in") or ("loss" if ppo.get("advantage") == "grpo" else "reward")
     former = {"step_kl": None, "kl_in": kl_in, "lam": 0.95, "init_kl_coef": 0.05}
     return {**loaded, "ppo": {**former, **ppo, "kl_in": kl_in}}

@@ -16,6 +16,7 @@ from ppocli.config.compose import compose, print_composition
 from ppocli.config.config_yaml import (
     config_differences,
     config_text,
+    parsed,
     quoted,
     read_config,
     unquoted,
@@ -237,3 +238,12 @@ def test_changes_are_classed():
         assert {name: classify_change(name) for name in names} == dict.fromkeys(names, kind)
     for name in schema_keys():
         assert classify_change(name) in expected
+
+
+@pytest.mark.parametrize(("written", "kl_in", "lam", "baseline"), [
+    ("ppo: {n: 4}", "reward", 0.95, False), ("ppo: {advantage: grpo}", "loss", 0.95, False),
+    ("ppo: {step_kl: 0.5}", None, 1.0, False),
+    ("ppo: {step_kl: 0.5, group_baseline: true}", None, 1.0, True)])
+def test_a_run_of_before_keeps_its_defaults(written, kl_in, lam, baseline):
+    ppo = parsed(written).ppo
+    assert (ppo.kl_in, ppo.lam, ppo.group_baseline) == (kl_in, lam, baseline)
