@@ -277,8 +277,8 @@ GONE = {
 
 
 def with_former_defaults(loaded: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings, where they were written before ``ppo.step_kl`` or ``ppo.group_baseline`` was
-    a key, with what their absence and ``ppo.kl_in=null`` meant then."""
+    """A run's settings, where they were written before ``ppo.step_kl`` or ``ppo.group_baseline``
+    was a key, with what their absence and ``ppo.kl_in=null`` meant then."""
     ppo = loaded.get("ppo")
     if not isinstance(ppo, dict):
         return loaded
