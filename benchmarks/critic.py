@@ -31,7 +31,7 @@ from strangers import interval
 from tables import marks, table, write_between
 
 import ppocli
-from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.publish.curves import Line, Panel, draw
 
 PAIRS = (("0.5", 2), ("1", 4), ("2", 3))
 """lengths of a step, in nats a response, and the seed of each"""

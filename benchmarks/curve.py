@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ppocli.errors import PpocliError
-from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.publish.curves import Line, Panel, draw
 from ppocli.runs.record import RunRecord, read_run
 
 PANELS = {"reward": ("reward/mean", "eval/reward_mean"),

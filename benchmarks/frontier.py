@@ -23,7 +23,7 @@ from machine import provenance
 from pipeline import ppocli
 from tables import marks, table, write_between
 
-from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.publish.curves import Line, Panel, draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from machine import provenance
 from tables import table
 from world_models import load_truth
 
-from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.publish.curves import Line, Panel, draw
 from ppocli.runs.record import read_run
 
 SMOOTHED = 5

@@ -145,8 +145,7 @@ def assert_own_logprobs(lm: Any, rollout: Rollout, temperature: float = 1.0) -> 
     for row in range(len(rollout)):
         wanted = own_logprobs(lm, rollout, row, temperature)
         for found in (rollout.logprobs, rollout.ref_logprobs):
-            torch.testing.assert_close(found[row, :len(wanted)].double(), wanted, rtol=0,
-                                       atol=2e-5)
+            torch.testing.assert_close(found[row, :len(wanted)].double(), wanted, rtol=0, atol=2e-5)
 
 
 def estimate_of(cfg: TrainConfig, prompt_tokens: int, config: Any = None, *, cuda: bool = False,
@@ -229,8 +228,7 @@ def wake_the_value_head(session: Session) -> None:
 
 
 @contextmanager
-def data_task_of(lm: Path, rows: Any, val: Any, keys: dict[str, Any], **over: Any
-                 ) -> Iterator[Any]:
+def data_task_of(lm: Path, rows: Any, val: Any, keys: dict[str, Any], **over: Any) -> Iterator[Any]:
     """The task of a training on a data set, on rows in place of its files, with keys and others
     over them; dots in names of the latter as ``__``."""
     cfg = set_keys(TrainConfig(), {

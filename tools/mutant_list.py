@@ -38,6 +38,10 @@ ENGINE = (
     Mutant("gae_without_lambda", "ppocli/ppo/advantages.py",
            "samples.gamma * lam * running", "samples.gamma * running",
            (f"{ADVANTAGES}::test_gae_by_hand",)),
+    Mutant("group_baseline_with_itself", "ppocli/ppo/advantages.py",
+           "others = (_in_group(samples, missed) - missed) / (counts - 1).clamp(min=1)",
+           "others = _in_group(samples, missed) / counts",
+           (f"{ADVANTAGES}::test_group_baseline_by_hand",)),
     Mutant("whiten_unbiased", "ppocli/ppo/losses.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",
            (f"{MATH}::test_whiten_by_hand",)),
@@ -152,8 +156,8 @@ ENGINE = (
            'verify == "full" or name', 'verify == "never" or name',
            ("tests/unit/test_checkpoints_damage.py::"
             "test_size_verification_misses_only_what_it_says",)),
-    Mutant("renamed_before_synced", "ppocli/runs/checkpoints.py",
-           "    atomic.sync_tree(staging)\n", "",
+    Mutant("renamed_before_synced", "ppocli/runs/atomic.py",
+           "        sync_tree(staging)\n", "",
            ("tests/unit/test_checkpoints_crashes.py::"
             "test_a_power_cut_at_any_point_leaves_a_valid_step",)),
     Mutant("best_is_pruned", "ppocli/runs/retention.py",

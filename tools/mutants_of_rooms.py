@@ -80,7 +80,7 @@ SUPERVISED = (
 
 ENVIRONMENTS = (
     *noticed_by(
-        "unit/test_env_tasks.py",
+        "unit/test_environments.py",
         ("first_turn_free", "environments/shipped.py", "TURN_COST * self.turns",
          "TURN_COST * (self.turns - 1)",
          "test_binary_search_takes_as_long_as_it_does_in_theory"),
@@ -321,7 +321,7 @@ CONFIG = (
         ("any_value_goes_with", "config/checks.py", "values[other] in fitting if fitting else",
          "True if fitting else", NAMED)),
     *noticed_by(
-        "unit/test_typed_texts.py",
+        "unit/test_text.py",
         ("backslashes_counted_wrong", "config/text.py", "if len(backslashes) % 2 else letter)",
          "if len(backslashes) % 2 == 0 else letter)",
          "test_typed_texts_have_line_breaks_and_tabs")),
@@ -358,9 +358,11 @@ LAUNCH = (
          "test_every_library_that_is_missing_is_named_with_its_extra")),
     *noticed_by(
         "integration/test_cli_launch.py",
-        ("folder_shared", "launch/open_run_folder.py", "folder.mkdir()\n            return folder",
-         "folder.mkdir(exist_ok=True)\n            return folder",
+        ("folder_shared", "runs/run_folder.py", "folder.mkdir()\n                return folder",
+         "folder.mkdir(exist_ok=True)\n                return folder",
          "test_runs_of_one_second_get_folders_of_their_own"),
+        ("auto_never_goes_on", "launch/open_run_folder.py", "if goes_on_with(named):", "if False:",
+         "test_auto_starts_afresh_or_goes_on"),
         ("full_folder_taken", "launch/open_run_folder.py",
          "    if not _made_nothing(run_dir):\n        go_on", "    if False:\n        go_on",
          "test_a_folder_that_holds_something_is_refused_with_both_remedies")),

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.publish.curves import Line, Panel, draw
 from ppocli.runs.record import read_run
 
 HERE = Path(__file__).parent

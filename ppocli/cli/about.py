@@ -46,8 +46,7 @@ def print_recipes(as_json: AsJson = False) -> None:
     if as_json:
         print_json(recipes)
     else:
-        print_table([("name", "purpose"), *(
-            (each["name"], each["purpose"]) for each in recipes)])
+        print_table([("name", "purpose"), *((each["name"], each["purpose"]) for each in recipes)])
 
 
 def _purpose(file: Path) -> str:

@@ -99,11 +99,7 @@ def composed(words: Sequence[str]) -> TrainConfig:
     from ppocli.config.command_words import read_words
     from ppocli.launch.target_config import JUDGED, allow_code
 
-    read = read_words(words)
-    if read.only_prints or read.is_sweep:
-        raise ConfigError("These words don't describe a single run.", where="command line",
-                          fix="leave out -m and --cfg")
-    composition = compose.compose(read)
+    composition = compose.compose(read_words(words))
     problems.raise_problems([p for p in composition.problems()
                              if p.key not in NOT_NEEDED], composition.hint)
     allow_code(composition, JUDGED)

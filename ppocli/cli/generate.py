@@ -127,8 +127,7 @@ def configured(request: EvalRequest, scored: bool) -> tuple[Target, TrainConfig]
         raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL]; ppocli "
                           "eval takes other engines")
-    cfg = with_values(cfg, {
-        "model.chat_template_date": cfg.model.chat_template_date or present()})
+    cfg = with_values(cfg, {"model.chat_template_date": cfg.model.chat_template_date or present()})
     revision = cfg.model.revision if target.model == cfg.model.path else None
     return target, decided(cfg, target.model, revision, name=target.name)
 

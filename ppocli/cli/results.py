@@ -21,7 +21,7 @@ from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ppocli.publish.pictures import Panel
+    from ppocli.publish.curves import Panel
 
 
 Style = Literal["dots", "colours", "marks"]
@@ -54,8 +54,7 @@ def plot_runs(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --output reward.svg
     """
-    from ppocli.publish.curves import collect, metric_names
-    from ppocli.publish.pictures import draw as draw_picture
+    from ppocli.publish import curves
     from ppocli.publish.report_page import write_file
     from ppocli.runs.target import find_run, read_runs
 
@@ -66,14 +65,14 @@ def plot_runs(
         raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--output",
                           fix="choose another name, or add --overwrite")
     runs = read_runs(names or [str(find_run(None, say=output.say))])
-    charts = collect(runs, metric_names(metric, runs), smooth)
+    charts = curves.collect(runs, curves.metric_names(metric, runs), smooth)
     if as_json:
         output.print_json({"smooth": smooth, "series": [
             {"run": curve.name, "metric": name, "steps": [step for step, _ in curve.points],
              "values": [value for _, value in curve.points]}
             for name, chart in charts.items() for curve in chart.lines]}, indent=None)
     if out is not None:
-        write_file(out, draw_picture([*charts.values()], out.suffix.lower().removeprefix(".")))
+        write_file(out, curves.draw([*charts.values()], out.suffix.lower().removeprefix(".")))
         if not as_json:
             output.show_text(str(out))
     elif not as_json:

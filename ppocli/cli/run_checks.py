@@ -224,8 +224,7 @@ def _check_data(config: schema.TrainConfig, checked: Checked) -> int | None:
         tokenizer, unloaded = load_tokenizer(config.model), model_config.read_lm(config.model)
         if not on_data:
             mixed_in: Any = supervised_task.read_mixed_in(config, tokenizer, unloaded)
-            checked.facts = ["ppo.ptx.data:",
-                             *encoding.facts(mixed_in, tokenizer)]
+            checked.facts = ["ppo.ptx.data:", *encoding.facts(mixed_in, tokenizer)]
             return None
         train, val_rows = supervised_task.read_rows(config, tokenizer, unloaded)
         checked.facts = list(encoding.facts(train, tokenizer))

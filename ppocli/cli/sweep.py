@@ -16,11 +16,10 @@ from ppocli.config.compose import compose
 from ppocli.config.hydra_sweep import BASIC, SweepPlan, launch_jobs, read_plan
 from ppocli.config.keys import schema_keys
 from ppocli.config.text import first_line, pasted
-from ppocli.launch.open_run_folder import new_folder
 from ppocli.runs import sweeps
-from ppocli.runs.atomic import disk_errors
+from ppocli.runs.atomic import make_dirs
 from ppocli.runs.record import is_run
-from ppocli.runs.run_folder import lock
+from ppocli.runs.run_folder import lock, new_folder
 from ppocli.runs.search import Search
 from ppocli.runs.sweeps import SweepRecord
 
@@ -45,12 +44,11 @@ def run_sweep(words: Words) -> None:
             compose(plan.job(Path("sweep"), number, varied).words)
     base, name = Path(plan.shared.output_dir).expanduser().absolute(), words.value("run_name")
     place = words.value("hydra.sweep.dir")
-    with disk_errors(base):
-        if place is None and name is None:
-            folder = new_folder(base, f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
-        else:
-            folder = Path(place).expanduser().absolute() if place else base / str(name)
-            folder.mkdir(parents=True, exist_ok=True)
+    if place is None and name is None:
+        folder = new_folder(base, f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
+    else:
+        folder = Path(place).expanduser().absolute() if place else base / str(name)
+        make_dirs(folder)
     if sweeps.is_sweep(folder) or is_run(folder):
         what, fix = ("a sweep", f"go on with it: ppocli sweep resume {pasted(folder)}; or ") \
             if sweeps.is_sweep(folder) else ("a run", "")
@@ -99,7 +97,8 @@ def go_on(name: str, words: Sequence[str], trusts: bool = False) -> None:
 
 
 def _search_of(plan: SweepPlan) -> dict[str, Any] | None:
-    return Search.of(plan.shared, plan.ranges).written if plan.searches else None
+    grid = plan.shared.sweep.search == "grid"
+    return None if grid else Search.of(plan.shared, plan.ranges).written
 
 
 def _key(word: str) -> str:

@@ -89,8 +89,7 @@ class JobRunner:
     def _gpus(self, number: int) -> Iterator[dict[str, str]]:
         """Wait for GPUs that no other job of the sweep uses: by its number, or the next ones."""
         while self.gpus and not self._is_over():
-            for place in (each % len(self.gpus) for each in range(number,
-                                                                  number + len(self.gpus))):
+            for place in (each % len(self.gpus) for each in range(number, number + len(self.gpus))):
                 with (self.folder / f".gpus-{place}").open("a") as file:
                     try:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -104,11 +104,9 @@ def compose(words: Words) -> Composed:
             file that can't be read or has a wrong value.
         CheckpointError: ``resume=FOLDER`` names something else than a run folder.
     """
-    if words.is_sweep:
-        raise ConfigError("a sweep can't be composed as one run", where=COMMAND_LINE,
-                          fix="leave out -m")
-    if words.only_prints:
-        raise ConfigError("These words only print a configuration.", fix="leave out --cfg")
+    if words.is_sweep or words.only_prints:
+        raise ConfigError("These words ask for a sweep, or only print a configuration; one run is "
+                          "needed.", where=COMMAND_LINE, fix="leave out -m and --cfg")
     run = resumed_run(words)
     with hydra_bridge.hydra_for(words, base_node(run)):
         return compose_here(words, run)

@@ -90,8 +90,7 @@ def config_text(config: TrainConfig) -> str:
 
 def plain_values(config: TrainConfig) -> dict[str, Any]:
     """A configuration as nested mappings, from which OmegaConf reads the same values."""
-    return typing.cast(dict[str, Any], each_text(dataclasses.asdict(config),
-                                                  escape_interpolations))
+    return typing.cast(dict[str, Any], each_text(dataclasses.asdict(config), escape_interpolations))
 
 
 class _Dumper(yaml.SafeDumper):

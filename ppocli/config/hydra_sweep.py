@@ -63,11 +63,6 @@ class SweepPlan:
     at_a_time: int | None
     """jobs that run at a time; None: as many as the launcher is handed"""
 
-    @property
-    def searches(self) -> bool:
-        """Whether values are chosen after the results of earlier jobs."""
-        return self.shared.sweep.search != "grid"
-
     def job(self, folder: Path, number: int, varied: tuple[str, ...]) -> SweepJob:
         """A job of the sweep in ``folder``."""
         shared = _single(self.words).without(*self.ranges, *self.words.of_sweep)
@@ -184,8 +179,7 @@ def launch_jobs(plan: SweepPlan, folder: Path, jobs: Sequence[SweepJob],
     size = plan.batch or len(jobs)
     with hydra_bridge.hydra_for(plan.words, schema_node()):
         loader = hydra_bridge.config_loader()
-        config = loader.load_configuration(hydra_bridge.PRIMARY, words,
-                                           RunMode.MULTIRUN)
+        config = loader.load_configuration(hydra_bridge.PRIMARY, words, RunMode.MULTIRUN)
         for start in range(0, len(jobs), size):
             batch = jobs[start:start + size]
             launcher = Plugins.instance().instantiate_launcher(

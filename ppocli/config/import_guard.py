@@ -100,10 +100,7 @@ def join_working_directory() -> None:
 def installed(library: str) -> bool:
     """Whether a library can be imported. A file or folder of its name in the current folder, such
     as wandb creates for its files, is no library."""
-    try:
-        spec = importlib.util.find_spec(library)
-    except (ValueError, ImportError):  # a module that somebody has made up
-        return False
+    spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         return False
     folder = Path(spec.origin).parents[bool(spec.submodule_search_locations)]

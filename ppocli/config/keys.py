@@ -137,8 +137,7 @@ def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
 
 def takes_escapes(name: str) -> bool:
     """Whether texts typed for the key ``name`` are read by :func:`ppocli.config.text.unescaped`:
-    all but
-    paths, import paths, and what says where a run lies."""
+    all but paths, import paths, and what says where a run lies."""
     key = key_for(name)
     return (key is not None and key.item not in (int, float, bool) and name not in _PLACES
             and key.metadata["holds"] not in ("path", "rows", "code"))
@@ -185,8 +184,9 @@ def format_foreign_names(key_names: Mapping[str, str]) -> str:
 
 def why_unknown(name: str, task: str | None = None) -> str:
     """The problem with a key that doesn't exist; ``task`` as for :func:`named_elsewhere`."""
-    if (removed := gone_key(name)) is not None:
-        return f"no longer exists: {GONE[removed]}"
+    for key, instead in GONE.items():
+        if f"{name}.".startswith(f"{key}."):
+            return f"no longer exists: {instead}"
     if name in schema_sections():
         inside = [key for key in schema_keys() if key.startswith(name + ".")]
         return (f"is a section, not a single value; it holds {', '.join(inside[:3])}"
@@ -276,17 +276,15 @@ GONE = {
 """dotted key or section -> its replacement, as the end of a sentence"""
 
 
-def gone_key(key: str) -> str | None:
-    """The entry of :data:`GONE` that a key is, or belongs to."""
-    return next((name for name in GONE if f"{key}.".startswith(f"{name}.")), None)
-
-
 def with_former_defaults(loaded: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings, where they were written before ``ppo.step_kl`` was a key, with what its
-    absence and ``ppo.kl_in=null`` meant then."""
+    """A run's settings, where they were written before ``ppo.step_kl`` or ``ppo.group_baseline``
+    was a key, with what their absence and ``ppo.kl_in=null`` meant then."""
     ppo = loaded.get("ppo")
-    if not isinstance(ppo, dict) or "step_kl" in ppo:
+    if not isinstance(ppo, dict):
         return loaded
+    ppo = {"group_baseline": False, **ppo}
+    if "step_kl" in ppo:
+        return {**loaded, "ppo": ppo}
     kl_in = ppo.get("kl_in") or ("loss" if ppo.get("advantage") == "grpo" else "reward")
     former = {"step_kl": None, "kl_in": kl_in, "lam": 0.95, "init_kl_coef": 0.05}
     return {**loaded, "ppo": {**former, **ppo, "kl_in": kl_in}}

@@ -173,9 +173,7 @@ def from_object(target: Any, setting: CodeSetting) -> Located:
     code = inspect.unwrap(code)
     if not (inspect.isroutine(code) or inspect.isclass(code)):
         code = type(code)
-    module_name = getattr(code, "__module__", None)
-    if module_name is None:  # methods of built-in types carry no module
-        module_name = type(getattr(code, "__self__", code)).__module__
+    module_name = getattr(code, "__module__", None) or ""
     file = line = None
     with suppress(TypeError, OSError):
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
@@ -274,8 +272,7 @@ def _defined(module: str, noun: str) -> list[str]:
     except (OSError, SyntaxError, ValueError):
         return []
     kinds = (ast.ClassDef,) if noun == "class" else (ast.FunctionDef, ast.ClassDef)
-    return [node.name for node in body if isinstance(node, kinds)
-            and not node.name.startswith("_")]
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def _no_attribute(part: str, home: str, names: list[str], setting: CodeSetting) -> PpocliError:

@@ -316,8 +316,7 @@ class _Reader:
     def _take_pair(self, row: Row) -> None:
         chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
         cell = row.values.get("prompt")
-        forms = isinstance(chosen, str) and (self.source.chat
-                                             or self.source.template is not None)
+        forms = isinstance(chosen, str) and (self.source.chat or self.source.template is not None)
         implicit = "prompt" not in self.format or _repeats(cell, chosen) or (
             is_blank(cell) and not forms and (isinstance(chosen, str) or len(chosen or ()) > 1))
         prompt: Cell | None = "" if implicit else self._prompt(row)

@@ -5,7 +5,6 @@ folder of the results.
 exactly if that file exists.
 """
 
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -225,12 +224,7 @@ def new_folder(default: Path, request: EvalRequest) -> Path:
     if request.overwrite:
         atomic.make_dirs(default)
         return default
-    numbered = (default.with_name(f"{default.name}-{n}") for n in itertools.count(2))
-    for path in itertools.chain([default], numbered):
-        with atomic.disk_errors(path), suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError("unreachable")
+    return run_folder.new_folder(default.parent, default.name)
 
 
 @contextmanager

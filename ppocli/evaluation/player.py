@@ -16,7 +16,7 @@ from ppocli.data.files import Row
 from ppocli.data.shapes import Shapes, with_prompt
 from ppocli.data.sources import training_spec
 from ppocli.distributed.backend import Backend
-from ppocli.errors import ConfigError, InputError, OutOfMemoryError
+from ppocli.errors import ConfigError, OutOfMemoryError
 from ppocli.models.loading.language_model import LoadedLM, fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import Policy
@@ -67,10 +67,6 @@ class Player:
             InputError: there is no chat template, it refuses a conversation, tools are none, or a
                 text holds half of a UTF-16 pair.
         """
-        if chat and not self.has_chat_template:
-            raise InputError(f"The tokenizer of {self.name} has no chat template.",
-                             where="prompts.chat", fix="prompts.chat=false takes prompts as they "
-                             "are")
         cells = zip(prompts, tools or [None] * len(prompts), strict=True)
         rows = [Row(f"prompt {number}", {"prompt": prompt, "tools": its_tools})
                 for number, (prompt, its_tools) in enumerate(cells, start=1)]

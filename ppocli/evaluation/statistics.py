@@ -16,7 +16,7 @@ from ppocli.evaluation.eval_request import Row
 from ppocli.ppo.policy_samples import evaluation_figures
 from ppocli.ppo.session import EvalSession
 from ppocli.ppo.step_metrics import mean
-from ppocli.publish.pictures import Line, Panel, draw
+from ppocli.publish.curves import Line, Panel, draw
 from ppocli.runs.episode import DONE
 from ppocli.runs.target import Target
 from ppocli.training.state import torch_versions

@@ -7,18 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ppocli import errors
 from ppocli.config import resume_policy, secrets, tasks
 from ppocli.config.text import pasted
 from ppocli.distributed.launchers import my_rank
 from ppocli.distributed.ranks import StopRequested, my_phase
-from ppocli.errors import (
-    DivergedError,
-    OutOfMemoryError,
-    PpocliError,
-    RewardError,
-    RunGoneError,
-    StoppedError,
-)
 from ppocli.launch.local_ranks import RunOutcome
 from ppocli.publish.live_view import closing_table
 from ppocli.runs import atomic, checkpoints, run_logs
@@ -43,18 +36,18 @@ def save_on_exit(run: loop.Run) -> Iterator[None]:
         with loop.naming_lost_place(run):
             try:
                 yield
-            except RewardError as error:
+            except errors.RewardError as error:
                 if run.stop.requested is not None:
                     log.warning("%s", error)
                 # several ranks can stop together only once none of them waits for a reward
                 run.stop.meet()
                 raise
-    except RunGoneError:
+    except errors.RunGoneError:
         raise
     except StopRequested as stop:
         where, resumable = _save_what_is_sound(run)
         write_summary_of(run, "stopped")
-        raise StoppedError(
+        raise errors.StoppedError(
             f"stopped by {stop} at step {run.state.step} of {run.task.length.total_steps}; "
             f"{where}",
             signal_number=stop.signal_number,
@@ -63,25 +56,25 @@ def save_on_exit(run: loop.Run) -> Iterator[None]:
     except torch.OutOfMemoryError as error:  # outside of passes, which are repeated with fewer rows
         section = tasks.updates_section(run.task.cfg)
         rows = f"{section}.micro_batch_size"
-        raise _failed(run, OutOfMemoryError(
+        raise _failed(run, errors.OutOfMemoryError(
             "out of memory", alone=run.task.backend.ranks.world > 1,
             where=f"{rows}, ppo.chunk_size, reward.fn" if section == "ppo" else rows,
             fix=f"set smaller values, then: {_go_on(run)}")) from error
-    except PpocliError as error:
+    except errors.PpocliError as error:
         raise _failed(run, error) from error
     except BaseException:
         write_summary_of(run, "failed", error="unexpected error")
         raise
 
 
-def _failed(run: loop.Run, error: PpocliError) -> PpocliError:
+def _failed(run: loop.Run, error: errors.PpocliError) -> errors.PpocliError:
     """The error with what is saved and how to go on; writes the summary.
 
     One of several ranks that runs out of memory can't save alone: saving takes all of them.
     """
-    oom = error if isinstance(error, OutOfMemoryError) else None
+    oom = error if isinstance(error, errors.OutOfMemoryError) else None
     alone = oom is not None and oom.alone
-    where, resumable = _last_checkpoint(run) if alone or isinstance(error, DivergedError) \
+    where, resumable = _last_checkpoint(run) if alone or isinstance(error, errors.DivergedError) \
         else _save_what_is_sound(run)
     fix, what = error.fix, error.what
     if oom is not None and oom.retry:
@@ -120,7 +113,7 @@ def _save_what_is_sound(run: loop.Run) -> tuple[str, bool]:
         with run.stop.defer():
             loop.save(run)
         run.clock.mark("saving")
-    except PpocliError as error:
+    except errors.PpocliError as error:
         log.error("%s", error)
         return _last_checkpoint(run)
     return f"saved step {run.state.step}", True
@@ -155,7 +148,7 @@ def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> No
         return
     try:
         atomic.write_json_atomic(run.folder.summary, run_logs.finite_or_null(summary))
-    except PpocliError as disk:
+    except errors.PpocliError as disk:
         log.error("%s", disk)
 
 

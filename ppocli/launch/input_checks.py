@@ -96,8 +96,8 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
     needs += [(key, path, LIBRARIES["reasoning_gym"]) for key, path in _data_paths(cfg)
               if path.startswith(gym_tasks.PREFIX)]
     for key, value, library in needs:
-        if library and (error := import_guard.missing(library, f"{key}={value}", key)):
-            yield error
+        if library and (refusal := import_guard.missing(library, f"{key}={value}", key)):
+            yield refusal
 
 
 def _named_models(cfg: schema.TrainConfig

@@ -97,8 +97,7 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
 
 
 @contextmanager
-def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None
-          ) -> Iterator[Start]:
+def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None) -> Iterator[Start]:
     check_inputs(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
@@ -164,8 +163,7 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
     base = Path(config.output_dir)
     run_folder.probe_writable(base)
     if config.run_name is None:
-        with atomic.disk_errors(base):
-            return new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+        return run_folder.new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     run_dir = base / config.run_name
     with atomic.disk_errors(run_dir), suppress(FileExistsError):
         run_dir.mkdir()
@@ -207,22 +205,6 @@ def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
             f"{run_dir} exists already and isn't empty; nothing is overwritten.",
             where=f"run_name={config.run_name}", fix=f"{go_on}choose another run_name",
             code="folder-taken")
-
-
-def new_folder(base: Path, name: str) -> Path:
-    """Make ``base/name``, or ``base/name-2``, ... if that exists; two callers never share a folder.
-
-    Raises:
-        OSError: ``base`` can't be written.
-    """
-    base.mkdir(parents=True, exist_ok=True)
-    folder, number = base / name, 1
-    while True:
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-        number += 1
-        folder = base / f"{name}-{number}"
 
 
 def changes_on_resume(run_dir: Path, config: schema.TrainConfig,

@@ -11,8 +11,7 @@ from ppocli.config.text import first_line, format_bytes, format_memory
 from ppocli.distributed.host_memory import Room, room_here
 from ppocli.errors import DiskError, OutOfMemoryError, PpocliError
 from ppocli.models.memory import Estimate, estimate, models_of
-from ppocli.runs.atomic import free_bytes
-from ppocli.runs.retention import folder_size
+from ppocli.runs.atomic import folder_size, free_bytes
 
 log = logging.getLogger("ppocli")
 

@@ -80,7 +80,7 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
     if samples.turns is not None:
         return _over_turns(samples, values, samples.turns, lam)
     if samples.group_baseline:
-        values = values + _missed_by_values(samples)
+        values = values + _missed_by_values(samples, values)
     advantages = targets = _exponential(samples, values, lam)
     if samples.lam_alpha is not None or samples.lam_value is not None:
         targets = _exponential(samples, values, samples.lam if samples.lam_value is None
@@ -88,7 +88,7 @@ def gae(samples: AdvantageInputs, lam: float | torch.Tensor | None = None
     return advantages, (targets + values * samples.mask) * samples.mask
 
 
-def _missed_by_values(samples: AdvantageInputs) -> torch.Tensor:
+def _missed_by_values(samples: AdvantageInputs, values: torch.Tensor) -> torch.Tensor:
     """[B, 1] what the values of each sample probably miss, by the other samples of its prompt.
 
     A sample's return less its first value is predicted from the mean of the same over its group's
@@ -96,7 +96,7 @@ def _missed_by_values(samples: AdvantageInputs) -> torch.Tensor:
     nothing of prompts that differ much (the baseline is then RLOO's), and near 0 where they know
     it all, or where groups are so small that their means are noise. A sample's baseline hardly
     depends on its own reward, as with whitening. 0 where nothing shares a prompt."""
-    missed = _exponential(samples, samples.values, 1.0)[:, 0].double()
+    missed = _exponential(samples, values, 1.0)[:, 0].double()
     counts = _in_group(samples, missed.new_ones(len(missed)))
     shared = counts > 1
     if not shared.any():

@@ -212,8 +212,9 @@ def estimate_advantages(kept: Rollout, rewards: torch.Tensor, ppo: schema.PPOCon
         rewards, kept.sequences.mask, torch.tensor(kept.prompts.episodes) // ppo.n,
         kept.values if estimator.needs_critic else None, gamma=ppo.gamma, lam=ppo.lam,
         lam_value=1.0 if pretrains else ppo.lam_value, lam_alpha=ppo.lam_alpha,
-        group_std=ppo.group_std, batch_std=ppo.batch_std, group_baseline=ppo.group_baseline,
-        gaps=kept.extras.gaps, turns=kept.turns if ppo.gae_unit == "turn" else None))
+        group_std=ppo.group_std, batch_std=ppo.batch_std,
+        group_baseline=ppo.group_baseline and ppo.n > 1, gaps=kept.extras.gaps,
+        turns=kept.turns if ppo.gae_unit == "turn" else None))
 
 
 def off_policy_correction(kept: Rollout, cfg: schema.TrainConfig

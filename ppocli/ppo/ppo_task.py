@@ -153,9 +153,7 @@ class PPOTask(task.Task):
         after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
         row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         if cfg.ppo.step_kl is not None:
-            row["policy/step_kl"] = moved = kl_of_updates(result.made.get(POLICY, ()),
-                                                          plan.atoms.mean_loss_tokens)
-            after = replace(after, rate=self._next_rate(state, before.rate, moved, result))
+            after, row["policy/step_kl"] = self._steered(state, after, plan, result)
         tokens = int(batch.sequences.mask.sum())
         if extras.sampled or extras.waiting or state.tensors or self.session.examples is not None:
             after, tokens = self._count_more(state, after, batch, tokens)
@@ -180,14 +178,17 @@ class PPOTask(task.Task):
         return after, (tokens + rollout_sources.response_tokens(extras.waiting)
                        - rollout_sources.response_tokens(state.tensors))
 
-    def _next_rate(self, state: TrainState, rate: float, moved: float, result: task.OptimizeResult
-                   ) -> float:
-        """The factor on the learning rate of the next step, where ``ppo.step_kl`` steers it."""
-        cfg = self.cfg
+    def _steered(self, state: TrainState, after: PPOState, plan: task.Plan,
+                 result: task.OptimizeResult) -> tuple[PPOState, float]:
+        """The state with the factor on the learning rate of the next step, which ``ppo.step_kl``
+        steers, and the KL of this step's updates."""
+        ppo = self.cfg.ppo
+        moved = kl_of_updates(result.made.get(POLICY, ()), plan.atoms.mean_loss_tokens)
         if not self._steered_roles or result.terms["grad_norm"] <= NO_GRADIENT:
-            return rate
-        shape = lr_factor(cfg.ppo.scheduler, state.updates, self.length.total_updates(state))
-        return next_rate(rate, moved, (cfg.ppo.step_kl or 0.0) * shape**2)
+            return after, moved
+        shape = lr_factor(ppo.scheduler, state.updates, self.length.total_updates(state))
+        rate = next_rate(after.rate, moved, (ppo.step_kl or 0.0) * shape**2)
+        return replace(after, rate=rate), moved
 
     def on_step_end(self, state: TrainState) -> None:
         """As :class:`Task`: a reference that follows the policy does so now."""

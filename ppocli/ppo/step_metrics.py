@@ -80,9 +80,9 @@ ADVICE = {
              "({ratio:.2f}): updates leave the samples that they learn from. Lower "
              "ppo.optimizer.lr or ppo.ppo_epochs, or set ppo.target_kl.",
     "critic": "The value function explains less than the mean would for {n} steps "
-              "(val/var_explained {explained:.2f}): advantages gain noise from it. Raise "
-              "ppo.vf_coef or ppo.optimizer.value_lr, set ppo.cliprange_value=null or "
-              "model.value.kind=model, or train without a critic (ppo.advantage).",
+              "(val/var_explained {explained:.2f}): advantages gain noise from it. Give "
+              "it layers of its own (model.value.kind=model; with LoRA, adapter), raise "
+              "ppo.vf_coef or ppo.optimizer.value_lr, or train without a critic (ppo.advantage).",
     "held_back": "The reward rises while {falling} falls, for {n} evaluations: the policy may be "
                  "learning the reward's gaps. Compare samples, raise ppo.init_kl_coef, stop "
                  "earlier, or let checkpoint.metric={falling} keep what is best."}

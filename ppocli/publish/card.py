@@ -120,8 +120,7 @@ def task_of(folder: Path) -> str:
     return model_files.task_type(folder, SimpleNamespace(**{"architectures": [], **config}))
 
 
-def render_card(folder: Path, facts: Provenance, *, location: str, dtype: str | None = None
-                ) -> str:
+def render_card(folder: Path, facts: Provenance, *, location: str, dtype: str | None = None) -> str:
     """The text of README.md of an export or a run's ``model/``, without secrets.
 
     Args:

@@ -368,5 +368,4 @@ def _sample(row: dict[str, Any] | None, scored: bool) -> Text:
     if row is None or not scored:
         return Text("" if row is None else clean(row["response"]))
     score = "none" if row["score"] is None else figure(row["score"], 2)
-    return Text.assemble(f"[{score}] ", said_by(
-        transcript_turns(row) or str(row["response"])))
+    return Text.assemble(f"[{score}] ", said_by(transcript_turns(row) or str(row["response"])))

@@ -13,15 +13,7 @@ from typing import Any, cast
 from ppocli.config.config_yaml import CONFIG_FILE, read_config, yaml_text
 from ppocli.config.text import each_text, first_line, pasted, short_path
 from ppocli.errors import CheckpointError, ConfigError, HubError
-from ppocli.publish.card import (
-    AUTO_CLASSES,
-    CARD,
-    masked,
-    provenance_of,
-    render_card,
-    task_of,
-    with_location,
-)
+from ppocli.publish import card
 from ppocli.runs import atomic, faults, model_files
 from ppocli.runs.checkpoints import find_latest
 from ppocli.runs.run_folder import RunFolder, refuse_links
@@ -121,7 +113,7 @@ def load_model(folder: Path, trust_remote_code: bool) -> Any:
     from ppocli.models.loading.load_adapters import load_frozen
 
     base, revision = model_files.find_whole(str(folder), key="RUN")
-    auto: Any = getattr(transformers, f"AutoModel{AUTO_CLASSES[task_of(folder)]}")
+    auto: Any = getattr(transformers, f"AutoModel{card.AUTO_CLASSES[card.task_of(folder)]}")
     shapes: dict[str, list[int]] = {}
     if adapter := model_files.is_adapter(folder):
         with safe_open(folder / model_files.ADAPTER_WEIGHTS, framework="pt") as file:
@@ -201,7 +193,7 @@ def verify(plan: ExportPlan, folder: Path, ids: list[int]) -> float:
 
     def logits_of(place: Path) -> Any:
         model = load_model(place, plan.trust_remote_code).float()
-        names = ["input_ids"] + ["decoder_input_ids"] * (task_of(place) == "SEQ_2_SEQ_LM")
+        names = ["input_ids"] + ["decoder_input_ids"] * (card.task_of(place) == "SEQ_2_SEQ_LM")
         with torch.inference_mode():
             return model(**dict.fromkeys(names, torch.tensor([ids]))).logits
 
@@ -235,7 +227,7 @@ def write_export(plan: ExportPlan, check: Callable[[], None]) -> dict[str, Any]:
     from ppocli.models.loading.model_config import loading
 
     check_folder(plan.folder, plan.source, plan.overwrite)  # another export may have ended there
-    record, facts = dict[str, Any](), provenance_of(plan.target)
+    record, facts = dict[str, Any](), card.provenance_of(plan.target)
     prompt = str(facts.samples[0][1]["prompt"] if facts.samples else "Once upon a time")
     place = plan.source if model_files.has_tokenizer(plan.source) else model_files.find_whole(
         str(plan.source), key="RUN", needs="model and tokenizer")[0]
@@ -252,13 +244,13 @@ def write_export(plan: ExportPlan, check: Callable[[], None]) -> dict[str, Any]:
             check()
         if facts.run is not None:
             (folder / "training_config.yaml").write_text(yaml_text(each_text(
-                asdict(facts.run.config), masked)), encoding="utf-8")
-        (folder / CARD).write_text(render_card(folder, facts, location=plan.location, dtype=dtype),
-                                   encoding="utf-8")
+                asdict(facts.run.config), card.masked)), encoding="utf-8")
+        text = card.render_card(folder, facts, location=plan.location, dtype=dtype)
+        (folder / card.CARD).write_text(text, encoding="utf-8")
         record.update(each_text({
             "ppocli": __version__, "run": facts.name if facts.run else None, "step": facts.step,
             "dtype": dtype, "logits_difference": difference, "before": facts.before,
-            "after": facts.after}, masked))
+            "after": facts.after}, card.masked))
         record["files"] = _files(folder)
         atomic.write_json_atomic(folder / RECORD, record)
 
@@ -311,21 +303,21 @@ def push(folder: Path, repo: str, *, public: bool) -> str:
     from huggingface_hub import HfApi
 
     api, place = HfApi(), pasted(short_path(str(folder)))
-    files = [*(read_record(folder) or {"files": [CARD]})["files"], RECORD]
+    files = [*(read_record(folder) or {"files": [card.CARD]})["files"], RECORD]
     fix = f"ppocli export {place} --to-hub {repo}" + " --public" * public
     try:
         repo = api.create_repo(repo, private=not public, exist_ok=True).repo_id
         if bool(api.repo_info(repo).private) == public:
             fix = f"add --{'private' if public else 'public'}, or change the repository's settings"
             raise ValueError(f"the repository is {'private' if public else 'public'}")
-        text = (folder / CARD).read_text(encoding="utf-8")
-        atomic.write_atomic(folder / CARD, masked(with_location(text, repo)))
+        text = (folder / card.CARD).read_text(encoding="utf-8")
+        atomic.write_atomic(folder / card.CARD, card.masked(card.with_location(text, repo)))
         api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files,
                           delete_patterns=_STALE,
                           commit_message="Upload a model exported by ppocli")
     except Exception as error:  # whatever the client, the connection or the Hub raises
         status = getattr(getattr(error, "response", None), "status_code", None)
-        cause = masked(getattr(error, "server_message", None) or first_line(error)).rstrip(".")
+        cause = card.masked(getattr(error, "server_message", None) or first_line(error)).rstrip(".")
         if status in (401, 403):
             fix = f"log in with a token that may write (hf auth login, or HF_TOKEN), then: {fix}"
         raise HubError(f"The push to {repo} did not go through: "

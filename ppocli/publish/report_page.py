@@ -118,11 +118,8 @@ def check_replaceable(path: Path, overwrite: bool) -> None:
     """Refuse, before anything is written, to replace a file that is not one of our reports.
 
     Raises:
-        ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.
+        ConfigError: there is such a file and ``overwrite`` isn't given.
     """
-    if os.path.isdir(path):
-        raise ConfigError(f"{path} is a folder.", where=str(path),
-                          fix="name a file: --output FILE")
     if os.path.exists(path) and not overwrite and _OURS not in path.read_bytes()[:_HEAD]:
         raise ConfigError(f"{path} exists and was not written by ppocli report.", where=str(path),
                           fix="choose another file with --output, or replace it with --overwrite")

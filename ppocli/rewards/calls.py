@@ -208,10 +208,9 @@ def _torch_modes() -> dict[str, Any]:
 def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeout: float | None,
         read: Callable[[RewardFunction, RewardRequest, Any], T]) -> T:
     """What ``read`` (:mod:`ppocli.rewards.score_checks`) makes of what the function returns within
-    ``timeout`` seconds (None: without limit, in the caller's thread). A call that raised is tried
-    again ``retries`` times; not one that took longer, which may still be running. The program's own
-    errors, a stop request and a Ctrl-C pass through; all else, ``SystemExit`` too, becomes a
-    RewardError."""
+    ``timeout`` seconds (None: no limit, in the caller's thread). A call that raised is tried again
+    ``retries`` times; one that took longer isn't: it may still be running. The program's errors,
+    stop requests and Ctrl-C pass through; all else, ``SystemExit`` too, is a RewardError."""
     failures = 0
     while True:
         try:

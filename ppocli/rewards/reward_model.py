@@ -4,10 +4,9 @@
     reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -18,11 +17,8 @@ from ppocli.errors import RewardError
 from ppocli.rewards import scorers
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.reward_records import differences
-from ppocli.rewards.scorers import MODEL_KEY, SampleReader, check_choice
+from ppocli.rewards.scorers import MODEL_KEY, Chats, SampleReader, Tools, check_choice
 
-Chats = Sequence[list[dict[str, Any]]] | None
-Tools = Sequence[Any] | None
-"""cells of the prompts' column of that name"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
 """in config.json of a model that ``ppocli reward-model`` has trained: mean and standard deviation
@@ -87,8 +83,7 @@ class SequenceReward:
     def logits(self, samples: list[str], prompts: list[str], responses: list[str],
                chats: Chats = None, tools: Tools = None) -> torch.Tensor:
         """[N, labels] float32 on CPU: raw outputs of the model, a decoder's at the last attended
-        token. Texts are sorted by length, so that batches have little padding; outputs are in their
-        order, and don't depend on the batches (to 1e-5 in fp32)."""
+        token. Batches are of texts of like length, on which outputs don't depend (1e-5 in fp32)."""
         encoded = self.reader.read(samples, prompts, responses, chats, tools)
         ids = encoded["input_ids"]
         order = sorted(range(len(ids)), key=list(map(len, ids)).__getitem__)

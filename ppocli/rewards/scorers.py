@@ -30,6 +30,9 @@ texts began with the tokens that the tokenizer adds in front"""
 MODEL_KEY = "reward.kwargs.model"
 UNBOUNDED = 1_000_000
 """a tokenizer without a limit reports one far above this"""
+Chats = Sequence[list[dict[str, Any]]] | None
+Tools = Sequence[Any] | None
+"""cells of the prompts' column of that name"""
 Columns = dict[str, list[list[int]]]
 """input_ids and the tokenizer's other columns, one list per text"""
 
@@ -228,10 +231,8 @@ class SampleReader:
         self._noted = self._noted_cut = False
 
     def read(self, samples: list[str], prompts: list[str], responses: list[str],
-             chats: Sequence[list[dict[str, Any]]] | None, tools: Sequence[Any] | None = None
-             ) -> Columns:
-        """Token ids of N samples, with ``chats`` if the prompts are conversations, and the cells of
-        their column ``tools``."""
+             chats: Chats, tools: Tools = None) -> Columns:
+        """Token ids of N samples, with ``chats`` and ``tools`` if the prompts are conversations."""
         texts, pairs = {"sample": (samples, None), "response": (responses, None),
                         "pair": (prompts, responses)}[self.on]
         renders = self.on == "sample" and (self.chat is True or (
@@ -246,8 +247,7 @@ class SampleReader:
         return columns
 
     def _conversations(self, prompts: list[str], responses: list[str],
-                       chats: Sequence[list[dict[str, Any]]] | None,
-                       tools: Sequence[Any] | None) -> list[str]:
+                       chats: Chats, tools: Tools) -> list[str]:
         """The samples as the chat template renders them."""
         chats = chats or [[{"role": "user", "content": prompt},
                            {"role": "assistant", "content": response}]

@@ -209,11 +209,9 @@ def make_dirs(path: Path) -> None:
 
 
 def rename_durable(source: Path, target: Path) -> None:
-    """Rename and sync both parents: after it returns, the new name survives a power cut."""
+    """Rename within a folder: after it returns, the new name survives a power cut."""
     os.rename(source, target)
     fsync_dir(target.parent)
-    if source.parent != target.parent:
-        fsync_dir(source.parent)
 
 
 def walk_files(folder: Path) -> list[str]:
@@ -235,6 +233,17 @@ def walk_files(folder: Path) -> list[str]:
             elif not stat.S_ISDIR(mode):
                 raise ValueError(f"{relative} is not a plain file")
     return sorted(names)
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below ``folder``, without links and files that vanish meanwhile."""
+    total = 0
+    for base, _, files in os.walk(folder, followlinks=False):
+        for name in files:
+            with suppress(OSError):
+                entry = os.lstat(os.path.join(base, name))
+                total += 0 if stat.S_ISLNK(entry.st_mode) else entry.st_size
+    return total
 
 
 def sync_tree(folder: Path) -> None:
@@ -274,12 +283,18 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def publish_folder(write: Callable[[Path], None], target: Path) -> None:
+def publish_folder(write: Callable[[Path], None], target: Path, phase: str = "export",
+                   usual: int = 0, doing: str | None = None) -> None:
     """Make ``target`` a folder with what ``write`` puts into the empty folder it is given.
 
     Readers see the old folder or the whole new one; in the instant between two renames, neither,
     and :func:`repair_published` (called here first, and by whoever opens the run) ends that. A link
     at ``target`` is replaced; what it points to is left alone.
+
+    Args:
+        phase: prefix of the points where a fault may be injected.
+        usual: bytes that such a folder has, for the error of a full disk; 0 if unknown.
+        doing: as of :func:`disk_refused`.
 
     Raises:
         DiskError: the disk refused; the old ``target`` is still there.
@@ -292,25 +307,23 @@ def publish_folder(write: Callable[[Path], None], target: Path) -> None:
         staging.mkdir()
         write(staging)
         sync_tree(staging)
-        put_in_place(staging, target, "export")
+        _put_in_place(staging, target, phase)
     except BaseException as error:
-        reason = disk_reason(error, target.parent)
+        reason, staged = disk_reason(error, target.parent), folder_size(staging)
         shutil.rmtree(staging, ignore_errors=True)
         if not os.path.lexists(target):
             put_back(target.parent, target.name)
         if reason is None or not isinstance(error, Exception):
             raise
-        raise disk_refused(reason, target) from error
+        needed = ("" if usual else "more than ") + format_bytes(max(usual, staged))
+        raise disk_refused(reason, target, needed, doing=doing) from error
     with disk_errors(target):
         put_back(target.parent, target.name)
 
 
-def put_in_place(staging: Path, target: Path, phase: str) -> None:
-    """Rename a folder to ``target``, and an existing target to a name that :func:`put_back` knows.
-
-    Args:
-        phase: prefix of the points where a fault may be injected.
-    """
+def _put_in_place(staging: Path, target: Path, phase: str) -> None:
+    """Rename a folder to ``target``, and an existing target to a name that :func:`put_back`
+    knows."""
     faults.point(f"{phase}.before_rename")
     if os.path.lexists(target):
         nonce = staging.name.rpartition("-")[2]

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent, and a search that returns only verified ones.
 
-A save is staged in ``.staging-000120-<nonce>/``, synced, listed in a manifest, renamed to
+A save is staged in ``.staging-step-000120-<nonce>/``, listed in a manifest, synced, renamed to
 ``step-000120`` and checked. Loading scans the step folders, newest first, and takes the first one
 whose manifest holds. The caller decides the contents (safetensors, JSON, a Hugging Face folder),
 except for ``state.json``; pickles are refused. Another run may start from the value function in
@@ -9,16 +9,13 @@ it. ``retention`` deletes. No torch here.
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ppocli.config import config_yaml, schema, tasks
-from ppocli.config.text import format_bytes, pasted
+from ppocli.config.text import pasted
 from ppocli.errors import CheckpointError, DiskError, InputError
 from ppocli.runs import atomic, faults, model_files, retention, run_folder
 from ppocli.version import __version__
@@ -64,30 +61,37 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         DiskError: the disk refused; older checkpoints are untouched, the staging is gone.
         ValueError: ``write`` or ``state`` holds something that can't be stored.
     """
-    atomic.make_dirs(folder)
     target = folder / retention.step_name(step)
     meta = retention.Manifest(run_id=run_id, step=step, config_digest=config_digest,
                              ppocli=__version__, versions=dict(versions), files={})
     if _already_there(target, meta, state):
         return target
-    staging = folder / f"{atomic.STAGING}{step:06d}-{secrets.token_hex(4)}"
+    with atomic.disk_errors(folder):
+        kept = retention.sound_steps(folder)
+
+    def fill(staging: Path) -> None:
+        faults.point("save.open")
+        write(staging)
+        for name in atomic.walk_files(staging):
+            problem = "is reserved" if name == retention.STATE else retention.name_problem(name)
+            if problem:
+                raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
+        atomic.write_json_atomic(staging / retention.STATE, state)
+        retention.write_manifest(staging, meta)
+
     try:
-        _stage(staging, target, meta, write, state)
-    except BaseException as error:
-        reason, staged = atomic.disk_reason(error, folder), retention.folder_size(staging)
-        shutil.rmtree(staging, ignore_errors=True)
-        with suppress(OSError):
-            atomic.put_back(folder)
-        if reason is None or not isinstance(error, Exception):
-            raise
-        raise _no_room(reason, target, step, staged) from error
+        atomic.publish_folder(fill, target, "save", doing=f"step {step}",
+                              usual=kept[-1].total_bytes if kept else 0)
+    except DiskError as error:
+        rest = f"Kept step {kept[-1].step}." if kept else "No earlier step is on the disk."
+        raise error.reworded(what=f"{error.what} {rest}", where=str(folder), fix=f"{error.fix}, "
+                             f"then: ppocli resume {pasted(folder.parent)}") from error
+    faults.point("save.after_rename")
     try:
         retention.check_folder(target, step=step, run_id=run_id, verify="size")
     except retention.Invalid as damage:
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
-    with suppress(OSError):  # leftovers are deleted at the next start
-        atomic.put_back(folder)
     return target
 
 
@@ -104,34 +108,6 @@ def _already_there(target: Path, meta: retention.Manifest, state: dict[str, Any]
         return False
     same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
     return same_state and saved.config_digest == meta.config_digest
-
-
-def _stage(staging: Path, target: Path, meta: retention.Manifest, write: Callable[[Path], None],
-           state: dict[str, Any]) -> None:
-    """Fill ``staging``, make it durable, and give it its final name."""
-    staging.mkdir()
-    faults.point("save.open")
-    write(staging)
-    for name in atomic.walk_files(staging):
-        if problem := "is reserved" if name == retention.STATE else retention.name_problem(name):
-            raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
-    atomic.write_json_atomic(staging / retention.STATE, state)
-    atomic.sync_tree(staging)
-    retention.write_manifest(staging, meta)
-    atomic.put_in_place(staging, target, "save")
-    faults.point("save.after_rename")
-
-
-def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
-    """``Disk full writing step 130 (needs 214 MB, 3 MB free). Kept step 120.``"""
-    folder = target.parent
-    needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
-    if kept := retention.sound_steps(folder):
-        needed = format_bytes(max(staged, kept[-1].total_bytes))
-        rest = f"Kept step {kept[-1].step}."
-    error = atomic.disk_refused(reason, target, needed, doing=f"step {step}")
-    return error.reworded(what=f"{error.what} {rest}", where=str(folder),
-                          fix=f"{error.fix}, then: ppocli resume {pasted(folder.parent)}")
 
 
 def find_latest(folder: Path, *, run_id: str | None, verify: retention.Verify = "full") -> Search:

@@ -61,7 +61,7 @@ def run_infos(root: Path) -> list[RunInfo]:
 def run_info(folder: Path, root: Path) -> RunInfo:
     """Facts about one run in a list of the runs below ``root``."""
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
-    size, when, pid = retention.folder_size(folder), written(folder), None
+    size, when, pid = atomic.folder_size(folder), written(folder), None
     try:
         owner = run_folder.live_owner(folder)
         pid = None if owner is None else owner.pid
@@ -208,5 +208,5 @@ def _checkpoints(run: RunRecord, folder: Path, keep_best: bool) -> Removal | Non
     kept = () if best is None else (retention.step_name(best), "best")
     parts = [part for part in sorted(place.glob("*")) if part.name not in kept]
     parts += folder.glob("nonfinite-dump")
-    size = sum(retention.folder_size(part) for part in parts if not part.is_symlink())
+    size = sum(atomic.folder_size(part) for part in parts if not part.is_symlink())
     return Removal(folder, tuple(parts), size, written(folder)) if parts else None

@@ -118,8 +118,7 @@ def eval_samples(run: run_folder.RunFolder, *steps: int | None) -> list[list[dic
     """The evaluation samples of each step, in the order of the prompts; none of step None."""
     rows = [row for row in run_logs.read_jsonl(run.samples)
             if row.get("kind") == "eval" and row.get("step") in steps]
-    return [[row for row in rows if step is not None and row.get("step") == step]
-            for step in steps]
+    return [[row for row in rows if step is not None and row.get("step") == step] for step in steps]
 
 
 def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -250,8 +249,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
                     ((resume_policy.KEPT, next_config), (resume_policy.BEFORE, run.config))}
         if now != run_json:
-            atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE,
-                                     run_logs.finite_or_null(now))
+            atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE, run_logs.finite_or_null(now))
     config_yaml.accept_config(run_dir)
 
 

@@ -201,17 +201,6 @@ def _entries(folder: Path) -> Iterable[Path]:
     return folder.iterdir() if folder.is_dir() else ()
 
 
-def folder_size(folder: Path) -> int:
-    """Bytes of all files below ``folder``, without links and files that vanish meanwhile."""
-    total = 0
-    for base, _, files in os.walk(folder, followlinks=False):
-        for name in files:
-            with suppress(OSError):
-                entry = os.lstat(os.path.join(base, name))
-                total += 0 if stat.S_ISLNK(entry.st_mode) else entry.st_size
-    return total
-
-
 def prune(folder: Path, keep_last: int, *keep_steps: int | None, newest: float = math.inf
           ) -> list[str]:
     """Delete old checkpoints; to be called after a save has returned.
@@ -281,8 +270,8 @@ def clean_staging(folder: Path) -> list[str]:
     checkpoint, with the run folder's lock held.
 
     Returns:
-        One line for each broken save: ``skipped .staging-000130-1f2e3d4c: incomplete``, and one for
-        anything that couldn't be deleted.
+        One line for each broken save: ``skipped .staging-step-000130-1f2e3d4c: incomplete``, and
+        one for anything that couldn't be deleted.
     """
     messages = []
     try:

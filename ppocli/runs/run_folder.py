@@ -67,6 +67,23 @@ def probe_writable(folder: Path) -> None:
                         where=str(folder), fix=fix) from error
 
 
+def new_folder(base: Path, name: str) -> Path:
+    """Make ``base/name``, or ``base/name-2``, ... if that exists; two callers never share a folder.
+
+    Raises:
+        DiskError: ``base`` can't be written.
+    """
+    folder, number = base / name, 1
+    with atomic.disk_errors(folder):
+        base.mkdir(parents=True, exist_ok=True)
+        while True:
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+            number += 1
+            folder = base / f"{name}-{number}"
+
+
 def gone(path: Path) -> RunGoneError:
     """The error of a run whose folder, or a part of it, was moved or deleted."""
     return RunGoneError(f"{path}, or a part of it, was moved or deleted while the run wrote there.",

@@ -181,9 +181,7 @@ def _text(value: Any, distribution: Any) -> str:
 
 def _value(text: str, distribution: Any) -> Any:
     """The value of a word."""
-    if hasattr(distribution, "choices"):
-        return text
-    return type(distribution.low)(text)
+    return text if hasattr(distribution, "choices") else type(distribution.low)(text)
 
 
 def findings(sweep: SweepRecord) -> dict[str, Any]:

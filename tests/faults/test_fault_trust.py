@@ -20,7 +20,6 @@ from helpers import checked, read_json
 from runs import PLANTED, signed_again
 
 from ppocli.config import config_yaml, import_guard
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, RewardError
 from ppocli.launch.local_ranks import Start
 from ppocli.launch.target_config import allow_code
@@ -287,13 +286,6 @@ def test_a_runs_configuration_reads_nothing_of_mine(given, finished, app, monkey
     assert PLANTED not in done.said
     assert not [path for path in here.rglob("*") if path.is_file()
                 and PLANTED.encode() in path.read_bytes()]
-
-
-@pytest.mark.parametrize("text", ["a ${b} it", r"\\${oc.env:HOME}"])
-def test_a_text_that_looks_like_an_interpolation_stays_text(text, tmp_path):
-    config = config_yaml.with_values(TrainConfig(), {"model.path": "x", "prompts.template": text})
-    run_folder.write_config(config, tmp_path / "config.yaml")
-    assert config_yaml.read_config(tmp_path / "config.yaml") == config
 
 
 # Links --------------------------------------------------------------------------------------------

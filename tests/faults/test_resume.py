@@ -76,8 +76,7 @@ def test_the_end_of_value_pretraining_is_kept_and_resumed_from_exactly(command, 
 @pytest.mark.slow
 def test_a_killed_run_still_has_the_samples_that_wait(command, world):
     """Killed in step 3, after the checkpoint of step 2, which holds those of steps 3 and 4."""
-    more = ["ppo.staleness=2", "ppo.importance.level=token",
-            "ppo.importance.reject.seq_mean_k3=1"]
+    more = ["ppo.staleness=2", "ppo.importance.level=token", "ppo.importance.reject.seq_mean_k3=1"]
     command(*words("run_name=straight", *more, stateful=True), code=0)
     given = words("run_name=killed", *more, stateful=True)
     run("train", *given, cwd=world, PPOCLI_FAULTS="optimize.minibatch@9:kill9", code=-9)
@@ -196,7 +195,6 @@ def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, fin
 
 
 def test_best_is_forgotten_when_another_figure_is_asked_for(command, stopped):
-    command(f"resume={stopped}", "checkpoint.metric=metrics/words", "ppo.num_steps=3",
-            code=0)
+    command(f"resume={stopped}", "checkpoint.metric=metrics/words", "ppo.num_steps=3", code=0)
     best = read_json(stopped / "summary.json")["best"]
     assert (best["name"], best["step"]) == ("metrics/words", 3)

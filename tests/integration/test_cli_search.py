@@ -67,8 +67,7 @@ def test_values_follow_from_numbers_and_earlier_results_and_the_best_jobs_are_fo
             for number in numbers:
                 if number != 3:  # a job that fails has no run here
                     lr, epochs, _ = (word.split("=")[1] for word in sweep.jobs[number])
-                    trained(reference, folder / str(number),
-                            -abs(float(lr) - 5e-4), float(epochs))
+                    trained(reference, folder / str(number), -abs(float(lr) - 5e-4), float(epochs))
         return sweep.jobs
 
     sizes: list[int] = []

@@ -158,8 +158,7 @@ def test_its_words(dry_run, world):
     assert "nats per token, as it must be before training" in done.out
     assert "\x1b" not in done.out
     assert f"running code from {world}/odd.py" in done.err
-    assert [line.split(":")[0] for line in lines[-4:]] == ["note", "note", "seconds",
-                                                           "peak memory"]
+    assert [line.split(":")[0] for line in lines[-4:]] == ["note", "note", "seconds", "peak memory"]
     assert lines[-5].startswith("gradient of the first 2 (")
 
 
@@ -218,19 +217,6 @@ def test_what_a_module_makes_of_itself_is_asked_when_it_runs(world):
     (world / "other.py").write_text("other = 1\n")
     with pytest.raises(RewardError, match=r"There is no 'score' in 'other\.py'"):
         refuse_absent(CodeSetting("other:score", "reward.fn", REWARD))
-
-
-@pytest.mark.parametrize(("more", "code", "said"), [
-    (["reward.fn=rewards.py"], 7, "fix:   reward.fn=rewards.py:score or"),
-    (["prompts.path=semi.csv"], 0, ", 2 prompts, "),
-    (["prompts.path=odd.csv"], 3, "Line 3 of odd.csv has 3 fields where the header has 2"),
-])
-def test_what_people_type_instead(more, code, said, validate, world):
-    (world / "semi.csv").write_text("prompt;n\nthe film, again;1\nthe plot;2\n")
-    (world / "odd.csv").write_text("prompt;n\nthe film;1\nthe;plot;2\n")
-    done = validate(*words(*more), code=code)
-    assert said in done.said
-    assert not done.out or code == 0
 
 
 def test_typed_prompts_take_the_place_of_a_groups(validate, world):

@@ -70,8 +70,7 @@ class Pairs(Task):
         return {"seen": 0}, {"weights": torch.ones(len(self.pairs))}
 
     def collect(self, state, context) -> list[int]:
-        count = min(self.length.samples_per_step,
-                    self.length.total_samples - state.episodes)
+        count = min(self.length.samples_per_step, self.length.total_samples - state.episodes)
         order = torch.randperm(len(self.pairs), generator=torch.Generator().manual_seed(state.step))
         context.clock.mark("other")
         return [int(order[i % len(order)]) for i in range(count)]

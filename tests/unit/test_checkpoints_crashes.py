@@ -48,7 +48,7 @@ def test_kill9_at_every_point_of_a_save(tmp_path: Path, point: str, newest: int)
     assert tree(tmp_path / "step-000001") == first
     said = clean_staging(tmp_path)
     assert len(said) == (1 if newest == 1 else 0)
-    assert all(line.startswith("skipped .staging-000002-") for line in said)
+    assert all(line.startswith("skipped .staging-step-000002-") for line in said)
     save(tmp_path, 2)  # the resumed run gets there again
     prune(tmp_path, 1, None)
     assert names(tmp_path) == ["step-000002"]

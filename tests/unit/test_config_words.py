@@ -16,6 +16,7 @@ from ppocli.config.compose import compose, print_composition
 from ppocli.config.config_yaml import (
     config_differences,
     config_text,
+    parsed,
     quoted,
     read_config,
     unquoted,
@@ -151,7 +152,8 @@ def composed(*words: str) -> TrainConfig:
 @pytest.mark.parametrize(("text", "said"), [
     (b"", "holds no configuration"), (b"- 1\n", "holds no configuration"),
     (b"seed: [\n", "can't be read"), (b"seed: x\n", "seed"), (b"ppo:\n  lamm: 1\n", "ppo.lamm"),
-    (b"\x00", "can't be read"), (b"run_name: \xff\xfe\n", "can't be read")])
+    (b"\x00", "can't be read"), (b"run_name: \xff\xfe\n", "can't be read"),
+    pytest.param(b"a: " + b"[" * 2000, "can't be read", id="deep")])
 def test_damaged_files_are_refused(tmp_path, text, said):
     (tmp_path / "config.yaml").write_bytes(text)
     with refused(CheckpointError, said, str(tmp_path / "config.yaml")):
@@ -205,7 +207,7 @@ def test_models_in_a_runs_folder_are_found_where_it_is_now(tmp_path):
 
 def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path):
     for text in ("1e3", "12e4567", "-1.5e3", "+1_0E-2", "1.0e+2", ".5e+1", "1:30", "1_000", "null",
-                 "0x1f", "${a}"):
+                 "0x1f", "${a}", "a ${b} it", r"\\${oc.env:HOME}"):
         given = with_values(TrainConfig(), {"model.revision": text,
                                             "reward.kwargs": {"a": [text, 1e3]}})
         (tmp_path / "config.yaml").write_text(config_text(given))
@@ -236,3 +238,12 @@ def test_changes_are_classed():
         assert {name: classify_change(name) for name in names} == dict.fromkeys(names, kind)
     for name in schema_keys():
         assert classify_change(name) in expected
+
+
+@pytest.mark.parametrize(("written", "kl_in", "lam", "baseline"), [
+    ("ppo: {n: 4}", "reward", 0.95, False), ("ppo: {advantage: grpo}", "loss", 0.95, False),
+    ("ppo: {step_kl: 0.5}", None, 1.0, False),
+    ("ppo: {step_kl: 0.5, group_baseline: true}", None, 1.0, True)])
+def test_a_run_of_before_keeps_its_defaults(written, kl_in, lam, baseline):
+    ppo = parsed(written).ppo
+    assert (ppo.kl_in, ppo.lam, ppo.group_baseline) == (kl_in, lam, baseline)

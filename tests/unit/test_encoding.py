@@ -63,8 +63,7 @@ def test_the_chat_template_is_told_of_tools(tools):
              "tools": tools}
     data = load([asked], tokenizer, train_on="all")
     assert tokenizer.decode(data.tokens[0]).startswith("film <s>")
-    pair = {"chosen": turns("is it ?", "good"), "rejected": turns("is it ?", "bad"),
-            "tools": tools}
+    pair = {"chosen": turns("is it ?", "good"), "rejected": turns("is it ?", "bad"), "tools": tools}
     data = load([pair], tokenizer, "pairs")
     assert all(tokenizer.decode(answer[0]).startswith("film <s> user")
                for answer in (data.chosen, data.rejected))

@@ -18,8 +18,7 @@ from ppocli.evaluation.statistics import (
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
 
 
-def row(score, prompt=0, *, response="a b", kl=0.5, rewards=None, metrics=None,
-        **more):
+def row(score, prompt=0, *, response="a b", kl=0.5, rewards=None, metrics=None, **more):
     return {"model": "policy", "prompt_index": prompt, "prompt": "p", "response": response,
             "score": score, "kl": kl, "response_tokens": 2, "finished": True,
             "rewards": rewards or {"r": score}, "metrics": metrics or {}, **more}

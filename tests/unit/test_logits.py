@@ -58,8 +58,7 @@ def test_logprobs_entropy_full_kl_and_gradients_are_those_of_their_definitions(
     scaled = logit_map.scale * (exact[0] @ exact[1].T + exact[2])
     capped = scaled if logit_map.cap is None else logit_map.cap * torch.tanh(scaled / logit_map.cap)
     log_p = torch.log_softmax(capped[:, rows] / 0.7, -1)
-    log_q = torch.log_softmax(
-        (their_states.double() @ there.weight.double().T)[:, rows] / 0.7, -1)
+    log_q = torch.log_softmax((their_states.double() @ there.weight.double().T)[:, rows] / 0.7, -1)
     wanted = (log_p[range(8), places], -(log_p.exp() * log_p).sum(-1),
               (log_p.exp() * (log_p - log_q)).sum(-1))
     for mine, theirs in zip(found, wanted, strict=False):

@@ -34,7 +34,6 @@ def test_names_say_the_quantity():
 
 def test_no_room_hides_a_public_name():
     """A package ``ppocli.train`` would take the place of the function once it is imported."""
-    assert {name for _, name, _ in pkgutil.iter_modules(ppocli.__path__)}.isdisjoint(
-        ppocli.__all__)
+    assert {name for _, name, _ in pkgutil.iter_modules(ppocli.__path__)}.isdisjoint(ppocli.__all__)
     for name in ppocli.__all__:
         assert callable(getattr(importlib.import_module("ppocli"), name)) or name == "__version__"

@@ -207,7 +207,8 @@ def baseline_error(given, *, group_baseline):
 def test_samples_of_a_prompt_correct_each_others_values():
     alone, known = grouped(1, spread=2.0), grouped(4, spread=2.0, values=1.0)
     with_it, without = (gae(replace(alone, group_baseline=on)) for on in (True, False))
-    assert torch.equal(with_it[0], without[0]) and torch.equal(with_it[1], without[1])
+    assert torch.equal(with_it[0], without[0])
+    assert torch.equal(with_it[1], without[1])
     # values that know prompts: nothing is left to correct
     assert baseline_error(known, group_baseline=True) == pytest.approx(
         baseline_error(known, group_baseline=False), rel=0.02)

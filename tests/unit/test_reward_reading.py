@@ -90,8 +90,7 @@ def test_conversations_are_read_through_the_models_own_template(
     assert found == pytest.approx(plain(folder, [text.format(**form) for form in forms]), abs=1e-5)
     said = [record.getMessage() for record in caplog.records if " reads " in record.getMessage()]
     assert ("own chat template" in said[0]) == ("own" in text or "ended" in text)
-    assert any("trained on plain text" in line for line in said[1:]) == (
-        trained is False)
+    assert any("trained on plain text" in line for line in said[1:]) == (trained is False)
 
 
 def test_turns_of_an_episode_are_read_as_turns(tmp_path):

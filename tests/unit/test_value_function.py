@@ -43,8 +43,7 @@ def with_critic(tmp_path, critic, kind="gpt2", **over):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
-    for critic, cls in (("branch", ValueBranch), ("adapter", ValueAdapter),
-                        ("model", ValueModel)):
+    for critic, cls in (("branch", ValueBranch), ("adapter", ValueAdapter), ("model", ValueModel)):
         with session_of(with_critic(tmp_path, critic, kind), reward=count_letters) as session:
             assert isinstance(session.policy.value_trunk, cls)
             rollout = rollout_of(session)
