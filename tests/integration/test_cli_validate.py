@@ -180,6 +180,7 @@ def test_notes_on_what_nothing_can_be_learnt_from(dry_run, world):
     out = dry_run(*words("reward.fn=odd.py:none", "reward.on_invalid=skip"), code=0).out
     assert "sample 1: score none" in out
     assert "gradient: not tried, no sample has a score" in out
+    assert "note: the gradient" not in dry_run(*words(), code=0).out
 
 
 def test_it_ends_as_the_run_would(dry_run, world):
