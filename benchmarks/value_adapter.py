@@ -1,6 +1,6 @@
 """A critic that is a second adapter on the policy's base, against a critic of its own.
 
-    python benchmarks/value_adapter.py --out docs/adapters.md
+    python benchmarks/value_adapter.py --out benchmarks/RESULTS.md
     python benchmarks/value_adapter.py guess_number --seeds 101 --set ppo.optimizer.value_lr=1e-3
 
 The policy is the same LoRA adapter for both. Every run is a whole ``ppocli train`` in a process of
@@ -74,7 +74,6 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=list(RECIPES), metavar="RECIPE",
                         help=f"of {', '.join(RECIPES)} (all)")
-    parser.add_argument("--kinds", nargs="+", default=["model", "adapter"], choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="words")
     parser.add_argument("--keep", type=Path, default=Path("runs/value-adapter"),
@@ -84,7 +83,7 @@ def main() -> int:
     args = parser.parse_args()
     text = tables_of({recipe: {kind: [
         trained(recipe, kind, seed, args.words, args.keep.absolute()) for seed in args.seeds]
-        for kind in args.kinds} for recipe in args.recipes})
+        for kind in KINDS} for recipe in args.recipes})
     text += "\n\n" + provenance(f"seeds {', '.join(map(str, args.seeds))}, one thread a run")
     print(text)
     if args.out:

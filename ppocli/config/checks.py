@@ -42,7 +42,7 @@ _ONLY_WITH: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("model.reference.sync_every", (), ("model.reference.sync_alpha",)),
     ("model.value.kind", ("branch", "model"),
      ("model.value.num_layers_unfrozen", "model.value.freeze_attention")),
-    ("ppo.advantage", ("gae",), ("ppo.lam_value", "ppo.lam_alpha")),
+    ("ppo.advantage", ("gae",), ("ppo.lam_value", "ppo.lam_alpha", "ppo.group_baseline")),
     ("ppo.advantage", ("grpo",), ("ppo.group_std", "ppo.batch_std")),
     ("ppo.advantage", _GROUPED, ("ppo.dynamic_sampling",)),
     ("ppo.advantage", tuple(name for name in ESTIMATORS if name not in _GROUPED),

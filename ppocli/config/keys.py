@@ -282,7 +282,8 @@ def with_former_defaults(loaded: dict[str, Any]) -> dict[str, Any]:
     ppo = loaded.get("ppo")
     if not isinstance(ppo, dict):
         return loaded
-    ppo = {"group_baseline": False, **ppo}
+    if ppo.get("advantage", "gae") == "gae":
+        ppo = {"group_baseline": False, **ppo}
     if "step_kl" in ppo:
         return {**loaded, "ppo": ppo}
     kl_in = ppo.get("kl_in") or ("loss" if ppo.get("advantage") == "grpo" else "reward")

@@ -284,7 +284,7 @@ def remove_tree(path: Path) -> None:
 
 
 def publish_folder(write: Callable[[Path], None], target: Path, phase: str = "export",
-                   usual: int = 0, doing: str | None = None) -> None:
+                   usual: Callable[[], int] = int, doing: str | None = None) -> None:
     """Make ``target`` a folder with what ``write`` puts into the empty folder it is given.
 
     Readers see the old folder or the whole new one; in the instant between two renames, neither,
@@ -293,7 +293,7 @@ def publish_folder(write: Callable[[Path], None], target: Path, phase: str = "ex
 
     Args:
         phase: prefix of the points where a fault may be injected.
-        usual: bytes that such a folder has, for the error of a full disk; 0 if unknown.
+        usual: asked how many bytes such a folder has when the disk is full; 0 if unknown.
         doing: as of :func:`disk_refused`.
 
     Raises:
@@ -315,7 +315,8 @@ def publish_folder(write: Callable[[Path], None], target: Path, phase: str = "ex
             put_back(target.parent, target.name)
         if reason is None or not isinstance(error, Exception):
             raise
-        needed = ("" if usual else "more than ") + format_bytes(max(usual, staged))
+        size = usual()
+        needed = ("" if size else "more than ") + format_bytes(max(size, staged))
         raise disk_refused(reason, target, needed, doing=doing) from error
     with disk_errors(target):
         put_back(target.parent, target.name)

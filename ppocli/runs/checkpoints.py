@@ -66,9 +66,6 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
                              ppocli=__version__, versions=dict(versions), files={})
     if _already_there(target, meta, state):
         return target
-    with atomic.disk_errors(folder):
-        kept = retention.sound_steps(folder)
-
     def fill(staging: Path) -> None:
         faults.point("save.open")
         write(staging)
@@ -79,10 +76,13 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
         atomic.write_json_atomic(staging / retention.STATE, state)
         retention.write_manifest(staging, meta)
 
+    def usual() -> int:
+        return max((kept.total_bytes for kept in retention.sound_steps(folder)[-1:]), default=0)
+
     try:
-        atomic.publish_folder(fill, target, "save", doing=f"step {step}",
-                              usual=kept[-1].total_bytes if kept else 0)
+        atomic.publish_folder(fill, target, "save", usual, f"step {step}")
     except DiskError as error:
+        kept = retention.sound_steps(folder)
         rest = f"Kept step {kept[-1].step}." if kept else "No earlier step is on the disk."
         raise error.reworded(what=f"{error.what} {rest}", where=str(folder), fix=f"{error.fix}, "
                              f"then: ppocli resume {pasted(folder.parent)}") from error

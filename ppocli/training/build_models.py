@@ -256,8 +256,8 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
         for module, name in ((head, VALUE_HEAD), (trunk, VALUE_TRUNK)):
             if module is not None:
                 tensors = load_file(saved / name) if (saved / name).is_file() else (
-                    reference_and_value.value_tensors(saved, module.state_dict(),
-                                                        cast(Any, loaded.adapter)))
+                    reference_and_value.value_tensors(
+                        saved, module.state_dict(), cast(Any, loaded.adapter)))
                 fill_module(module, tensors, "value function", where="model.value.path",
                             fix="start from the model that the other run started from, with its "
                             "model.value and model.peft")

@@ -241,7 +241,7 @@ def test_changes_are_classed():
 
 
 @pytest.mark.parametrize(("written", "kl_in", "lam", "baseline"), [
-    ("ppo: {n: 4}", "reward", 0.95, False), ("ppo: {advantage: grpo}", "loss", 0.95, False),
+    ("ppo: {n: 4}", "reward", 0.95, False), ("ppo: {advantage: grpo}", "loss", 0.95, True),
     ("ppo: {step_kl: 0.5}", None, 1.0, False),
     ("ppo: {step_kl: 0.5, group_baseline: true}", None, 1.0, True)])
 def test_a_run_of_before_keeps_its_defaults(written, kl_in, lam, baseline):

@@ -157,6 +157,20 @@ def test_in_pretraining_the_critic_learns_what_followed_and_the_policy_nothing(t
             assert plan.atoms.extras.pretrains == (part == "critic")
 
 
+@pytest.mark.parametrize(("n", "switched_on", "baseline"), [
+    (2, True, [2.5, 2.5, 2.5, 2.5]), (2, False, [0.0] * 4), (1, True, [0.0] * 4)])
+def test_the_samples_of_a_prompt_are_the_critics_baseline_too(tmp_path, n, switched_on, baseline):
+    """By hand: scores 1, 4 and 4, 1 of two prompts have the same mean, and predict each other
+    backwards: what is left is the mean over the rollout, 2.5."""
+    cfg = small_config(tmp_path, ppo__n=n, ppo__group_baseline=switched_on,
+                       ppo__whiten_advantages=False)
+    scores = [1.0, 4.0, 4.0, 1.0]
+    found = to_experience(hand_rollout(scores, [1] * 4, [True] * 4),
+                          PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
+    assert found.advantages[:, 0].tolist() == pytest.approx(
+        [score - base for score, base in zip(scores, baseline, strict=True)])
+
+
 def test_pretraining_ends_when_the_returns_are_explained_or_the_steps_are_made(tmp_path, caplog):
     """By hand: returns 1, 3 have variance 1; values 1, 2 are wrong by 0, 1: half is explained."""
     cfg = small_config(tmp_path, ppo__value_pretrain_steps=3, ppo__lam=0.5)
