@@ -45,6 +45,10 @@ ENGINE = (
     Mutant("group_baseline_never", "ppocli/ppo/experience.py",
            "group_baseline=ppo.group_baseline and ppo.n > 1", "group_baseline=False",
            (f"{TASK}::test_the_samples_of_a_prompt_are_the_critics_baseline_too",)),
+    Mutant("gradient_of_the_head_is_a_view", "ppocli/models/head.py",
+           "if len(more) > len(weight):", "if len(more) >= len(weight):",
+           ("tests/unit/test_logits.py::test_logprobs_entropy_full_kl_and_gradients_are_those_of_"
+            "their_definitions",)),
     Mutant("whiten_unbiased", "ppocli/ppo/losses.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",
            (f"{MATH}::test_whiten_by_hand",)),

@@ -298,7 +298,9 @@ class _TokenLogprob(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = head.product(grad, head.weight.t())
             if need_weight:
-                more = head.product(grad.t(), h[part].t())[:len(weight)]
+                more = head.product(grad.t(), h[part].t())
+                if len(more) > len(weight):  # never a view of all: autograd would copy it
+                    more = more[:len(weight)]
                 grad_weight = (more.to(weight.dtype) if grad_weight is None
                                else grad_weight.add_(more))
                 del more  # as large as the weight, and gone before the next one comes
